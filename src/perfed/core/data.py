@@ -1,0 +1,173 @@
+"""What a method sees of one client's samples, and the only loop over them.
+
+`fold` runs optimiser steps, `mean` an exact average. A method calls them for ONE client; the engine decides whether
+that is a plain loop (`ClientData`, the reference) or one batched computation for a block of clients.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perfed.core.clients import Clients
+from perfed.core.model import Batch
+from perfed.core.random import derive, shuffle
+from perfed.core.tree import flatten, leaves, tree_map
+
+CHUNK = 512  # samples per piece of an exact mean
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a fold walks through the data: which batches, how many steps."""
+
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    draws: int = 1  # batches handed to each step
+    stream: int = 0  # same stream, same batches
+
+    def batches(self, size: int) -> int:
+        """Batches of one epoch; the last, partial one is kept, so a client below one batch still trains."""
+        return -(-size // self.batch_size)
+
+    def total(self, size: int) -> int:
+        """Steps that a client with `size` samples takes."""
+        return self.batches(size) * (self.epochs or 0) if self.steps is None else self.steps if size else 0
+
+    def key(self, key: Tensor, draw: int) -> Tensor:
+        """The key of one draw of this stream."""
+        return derive(key, self.stream, draw)
+
+
+def order_key(key: Tensor, epoch: Tensor | int) -> Tensor:
+    """What an epoch's order is drawn from."""
+    return derive(key, 0, epoch)
+
+
+def step_key(key: Tensor, step: Tensor | int) -> Tensor:
+    """What a step's dropout is drawn from."""
+    return derive(key, 1, step)
+
+
+class Data(ABC):
+    """One client's samples."""
+
+    size: Tensor  # number of training samples, as a tensor: under vmap every client has its own
+
+    def __init__(self, batch_size: int, epochs: int):
+        self.batch_size, self.epochs = batch_size, epochs
+
+    def fold(
+        self,
+        step: Callable[..., Any],
+        carry: Any,
+        given: Any = (),
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        draws: int = 1,
+        stream: int = 0,
+    ) -> Any:
+        """`carry = step(carry, batch, given)` for every batch of `epochs` epochs (or for `steps` batches).
+
+        `step` is a method of the class and a pure function of its arguments; what else it needs goes through `given`.
+        """
+        check_step(step)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves((carry, given))):
+            raise TypeError("carry and given hold tensors only; constants are fields of the method")
+        return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream))
+
+    def mean(self, fn: Callable[..., Any], given: Any = (), split: str = "train") -> Any:
+        """The exact mean over a split of `fn(batch, given)`, which returns means over its batch; NaN for no samples."""
+        check_step(fn)
+        return self._mean(fn, given, split)
+
+    def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
+        """How many steps such a fold takes for this client, as a tensor."""
+        plan = self._plan(epochs, steps, 1, 0)
+        if plan.steps is not None:
+            return torch.full_like(self.size, plan.steps)
+        return -(-self.size // self.batch_size) * (plan.epochs or 0)
+
+    def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int) -> Plan:
+        return Plan(self.batch_size, self.epochs if epochs is None else epochs, steps, draws, stream)
+
+    @abstractmethod
+    def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any: ...
+
+    @abstractmethod
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any: ...
+
+
+def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
+    """(function, object, fixed arguments) of a step; refuses what could carry a tensor in from outside.
+
+    In a batched engine a tensor from a closure would silently be another client's: it does not pass through the
+    engine, which sorts clients and drops those that have finished.
+    """
+    fixed: tuple[Any, ...] = ()
+    if isinstance(step, functools.partial):
+        fixed, step = step.args, step.func
+    owner, function = getattr(step, "__self__", None), getattr(step, "__func__", None)
+    if owner is None or function is None:
+        raise TypeError(f"a step must be a method of the class, not {step!r}: what it needs goes through `given`")
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    if any(isinstance(leaf, Tensor) for leaf in leaves([fixed, held])):
+        raise TypeError(f"step '{function.__name__}' holds a tensor from outside: hand it over through `given`")
+    return function, owner, fixed
+
+
+class ClientData(Data):
+    """The reference: one client, a plain loop."""
+
+    def __init__(
+        self, clients: Clients, index: int, key: Tensor, *, batch_size: int, epochs: int, dtype: torch.dtype
+    ):
+        super().__init__(batch_size, epochs)
+        self.clients, self.index, self.key, self.dtype = clients, index, key, dtype
+        self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
+
+    def _rows(self, split: str, rows: Tensor | slice, key: Tensor) -> Batch:
+        source = self.clients.split(split)
+        return Batch(self.clients.ready(source.x[rows], self.dtype), source.y[rows], None, key)
+
+    def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
+        size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
+        key, total = plan.key(self.key, draw), plan.total(size)
+        if total == 0:
+            return
+        keys = step_key(key, torch.arange(total, device=key.device))
+        for epoch in range(-(-total // plan.batches(size))):
+            order = shuffle(order_key(key, epoch)[None], self.size[None], size)[0] + start
+            first = epoch * plan.batches(size)
+            for at, rows in enumerate(order.split(plan.batch_size)[: total - first]):
+                yield self._rows("train", rows, keys[first + at])
+
+    def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
+        _, form = flatten(carry)
+        for batches in zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True):
+            carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
+            if flatten(carry)[1] != form:
+                raise TypeError(f"step returned a carry of another form than it was given: {flatten(carry)[1]}")
+        return carry
+
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+        source = self.clients.split(split)
+        start, size = source.start[self.index], source.size[self.index]
+        total = None
+        for first in range(0, max(size, 1), CHUNK):
+            count = max(min(CHUNK, size - first), 0)
+            if count == 0:  # no samples: the right structure, filled with NaN
+                shape = fn(self._rows(split, slice(0, 1), self.key), given) if len(source.y) else None
+                return tree_map(lambda t: torch.full_like(t, torch.nan), shape)
+            value = fn(self._rows(split, slice(start + first, start + first + count), self.key), given)
+            part = tree_map(lambda v, k=count: v * k, value)
+            total = part if total is None else tree_map(torch.add, total, part)
+        return tree_map(lambda t: t / size, total)

@@ -1,0 +1,93 @@
+"""Layers that know about sample weights and keys; `Model` swaps them in for BatchNorm and Dropout."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from perfed.core.errors import Problem
+from perfed.core.random import derive, uniform
+
+
+class Norm(nn.Module):
+    """BatchNorm whose statistics ignore samples of weight 0 (the filling of a block's partial last batch)."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    samples: Tensor
+
+    def __init__(self, old: nn.modules.batchnorm._BatchNorm):
+        super().__init__()
+        if old.momentum is None or old.running_mean is None or old.running_var is None:
+            raise Problem("BatchNorm must have a momentum and running statistics")
+        self.weight, self.bias, self.eps, self.momentum = old.weight, old.bias, old.eps, old.momentum
+        self.register_buffer("running_mean", old.running_mean)
+        self.register_buffer("running_var", old.running_var)
+        self.register_buffer("samples", torch.ones(1), persistent=False)  # weights of the batch, given by Model.apply
+        self.weighted = False  # whether this copy of the network is the one for weighted batches
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        per_sample = x[0, 0].numel()
+        if not self.weighted and x.shape[0] * per_sample > 1:
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
+            )
+        # By hand: weights, or a single value per channel (which PyTorch refuses; a client with one sample still trains).
+        channel, dims = (1, -1, *(1,) * (x.dim() - 2)), (0, *range(2, x.dim()))
+        weight = self.samples if self.weighted else torch.ones_like(x[:, 0].reshape(x.shape[0], -1)[:, 0])
+        share = weight.reshape(-1, *(1,) * (x.dim() - 1))
+        count = weight.sum() * per_sample
+        mean = (x * share).sum(dims) / count
+        var = ((x - mean.view(channel)) ** 2 * share).sum(dims) / count
+        with torch.no_grad():
+            unbiased = var * count / (count - 1).clamp_min(1)
+            self.running_mean.mul_(1 - self.momentum).add_(self.momentum * mean.detach())
+            self.running_var.mul_(1 - self.momentum).add_(self.momentum * unbiased.detach())
+        x = (x - mean.view(channel)) * (var.view(channel) + self.eps).rsqrt()
+        return x if self.weight is None else x * self.weight.view(channel) + self.bias.view(channel)
+
+
+class Drop(nn.Module):
+    """Dropout drawn from the batch's key, so that every engine drops the same units."""
+
+    key: Tensor
+
+    def __init__(self, p: float, salt: int, whole_channels: bool):
+        super().__init__()
+        self.p, self.salt, self.whole_channels = p, salt, whole_channels
+        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)  # given by Model.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
+        keep = uniform(derive(self.key, self.salt), shape, x.dtype) >= self.p
+        return x * keep / (1 - self.p)
+
+
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def swap(module: nn.Module) -> nn.Module:
+    """The same network with our Norm and Drop in place of BatchNorm and Dropout."""
+    salt = 0
+
+    def walk(parent: nn.Module) -> None:
+        nonlocal salt
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                setattr(parent, name, Norm(child))
+            elif isinstance(child, _DROPOUT):
+                salt += 1
+                setattr(parent, name, Drop(child.p, salt, not isinstance(child, nn.Dropout)))
+            elif isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
+                raise Problem(f"the model uses {type(child).__name__}, which has no keyed form here: use Dropout")
+            else:
+                walk(child)
+
+    root = nn.Sequential(module)  # so that a model that is itself a BatchNorm is swapped too
+    walk(root)
+    return root[0]

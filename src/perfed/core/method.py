@@ -1,0 +1,165 @@
+"""A method is one short file: a frozen dataclass whose fields are its hyper-parameters, with six pure functions.
+
+All six are written for plain tensors; `local` and `personalise` for ONE client, and they run under vmap: no `if` on a
+tensor, no `.item()`, no writing into inputs, the same shapes for every client, and no randomness but the batches'.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from perfed.core.data import Data
+from perfed.core.errors import Problem
+from perfed.core.fields import checked, hyper
+from perfed.core.messages import Cohort, Down, Up
+from perfed.core.model import Batch, Model
+from perfed.core.optim import adam, adam_start, sgd
+
+State = Any  # a tree of tensors: dicts, tuples, lists
+Gradient = Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]]  # (theta, batch, given) -> (g, theta)
+
+FINE_TUNING = 9  # stream of the batches used after training
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """The base of all methods: the common hyper-parameters, the six functions, and the tools to write them with."""
+
+    model: Model
+    lr: float = hyper(0.1, "learning rate of local training", above=0)
+    momentum: float = hyper(0.0, "momentum of local SGD; its buffer is new every round", at_least=0, below=1)
+    nesterov: bool = hyper(False, "Nesterov momentum")
+    weight_decay: float = hyper(0.0, "L2 decay added to the gradient, as in PyTorch", at_least=0)
+    optimizer: Literal["sgd", "adam"] = hyper("sgd", "local optimiser")
+    epochs: int = hyper(5, "local epochs per round", at_least=1)
+    batch_size: int = hyper(10, "samples per local step; the last, partial batch is kept", at_least=1)
+    fine_tune: int = hyper(0, "epochs of local training after the run, before a model is evaluated", at_least=0)
+    seed: int = hyper(0, "seed of the initial model; the run sets it", at_least=0)
+    cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
+
+    evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"  # what `personalise` returns
+    vectorised: ClassVar[bool] = True  # False: `local` cannot run under vmap; it runs client by client
+    exchanges: ClassVar[int] = 1  # server-client exchanges per round
+    groups: ClassVar[int] = 1  # number of groups that Up.group may name
+
+    def __post_init__(self) -> None:
+        checked(self, type(self).__name__.lower(), skip=("model",))
+        if self.nesterov and not self.momentum:
+            raise Problem("nesterov needs momentum above 0")
+        if self.optimizer != "sgd" and self.momentum:
+            raise Problem(f"momentum belongs to sgd: set momentum to 0 for {self.optimizer}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise a Problem where hyper-parameters do not go together."""
+
+    # ------------------------------------------------------------------ the six functions
+
+    @abstractmethod
+    def init_server(self, clients: int) -> State:
+        """What the server knows before round 1."""
+
+    def init_client(self) -> State:
+        """What a client knows before its first round; it never leaves the client."""
+        return ()
+
+    def broadcast(self, server: State, ids: Tensor) -> Down:
+        """What the server sends to the clients `ids`."""
+        return Down(shared=server)
+
+    @abstractmethod
+    def local(self, client: State, down: Down, data: Data) -> tuple[State, Up]:
+        """One client's round."""
+
+    @abstractmethod
+    def aggregate(self, server: State, cohort: Cohort) -> State:
+        """What the server makes of the uploads."""
+
+    @abstractmethod
+    def personalise(self, client: State, down: Down, data: Data) -> Tensor | dict[str, Tensor]:
+        """The model this client predicts with, or a dict of models whose headline is 'personal'."""
+
+    def notes(self, server: State) -> dict[str, Any]:
+        """Plain numbers worth logging with every evaluation, such as cluster sizes."""
+        return {}
+
+    # ------------------------------------------------------------------ tools
+
+    def pull(self, theta: Tensor, centre: Tensor) -> Tensor:
+        """theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
+        return self.model.weights.only(theta - centre) if self.model.Q else theta - centre
+
+    def gradient(self, theta: Tensor, batch: Batch, given: Any = ()) -> tuple[Tensor, Tensor]:
+        """The gradient of a batch's loss, and theta with fresh statistics."""
+        g, theta, _ = self.model.grad(theta, batch)
+        return g, theta
+
+    def start(self, theta: Tensor) -> Any:
+        """The optimiser's state before its first step."""
+        return torch.zeros_like(theta) if self.optimizer == "sgd" else adam_start(theta)
+
+    def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
+        """One optimiser step; what is outside `only` gets no gradient, no decay, no momentum."""
+        if self.weight_decay:
+            g = g + self.weight_decay * (self.model.weights.only(theta) if self.model.Q else theta)
+        if only is not None:
+            g = self.model.part(only).only(g)
+        if self.optimizer == "sgd":
+            return sgd(theta, state, g, self.lr, self.momentum, self.nesterov)
+        return adam(theta, state, g, self.lr)
+
+    def _descent(
+        self, gradient: Callable[..., Any], only: str | None, carry: tuple[Tensor, Any], batch: Batch, given: Any
+    ) -> tuple[Tensor, Any]:
+        theta, state = carry
+        g, fresh = gradient(self, theta, batch, given)
+        if only is not None and self.model.Q:
+            fresh = self.model.part(only).only(fresh, theta)  # statistics of a frozen part stay frozen
+        return self.update(fresh, state, g, only)
+
+    def descend(
+        self,
+        theta: Tensor,
+        data: Data,
+        gradient: Gradient | None = None,
+        given: Any = (),
+        *,
+        only: str | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stream: int = 0,
+    ) -> Tensor:
+        """theta after local training along `gradient(theta, batch, given)` (a method), on the part `only`."""
+        function = (gradient or self.gradient).__func__  # pyright: ignore[reportFunctionMemberAccess]
+        step = functools.partial(self._descent, function, only)
+        carry = (theta, self.start(theta))
+        return data.fold(step, carry, given, epochs=epochs, steps=steps, stream=stream)[0]
+
+    def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Mean loss and accuracy of each model on a batch."""
+        out: dict[str, dict[str, Tensor]] = {}
+        for name, theta in models.items():
+            logits, _ = self.model.apply(theta, batch.x)
+            loss = torch.nn.functional.cross_entropy(logits, batch.y, reduction="none")
+            right = (logits.argmax(-1) == batch.y).to(loss.dtype)
+            weight = torch.ones_like(loss) if batch.weight is None else batch.weight
+            mean = lambda each, w=weight: (each * w).sum() / w.sum()
+            out[name] = {"loss": mean(loss), "accuracy": mean(right)}
+        return out
+
+    def models(self, client: State, down: Down, data: Data) -> dict[str, Tensor]:
+        """What is evaluated and saved for a client: its personal model, fine-tuned where that is asked for."""
+        found = self.personalise(client, down, data)
+        found = dict(found) if isinstance(found, dict) else {"personal": found}
+        if self.fine_tune:
+            found["before"] = found["personal"]
+            tuned = self.descend(found["personal"], data, epochs=self.fine_tune, stream=FINE_TUNING)
+            found["personal"] = tuned
+        return found

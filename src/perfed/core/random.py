@@ -1,0 +1,65 @@
+"""Random streams without state: every draw is a hash of (seed, round, client, purpose, step).
+
+Nothing is stored and nothing depends on the order in which clients run, so a resumed run, another number of workers
+and another engine draw the same numbers. The hash is splitmix64 in wrapping int64 arithmetic, which runs under vmap
+and on any device.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
+
+# Purposes: the last part of a key, so that two uses never share a stream.
+COHORT, TRAIN, PERSONALISE, DROPOUT = 1, 2, 3, 4
+
+
+def _mix(z: Tensor) -> Tensor:
+    # Python's >> on int64 keeps the sign; the masks make it the unsigned shift of splitmix64.
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def _wrap(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def derive(key: Tensor | int, *parts: Tensor | int) -> Tensor:
+    """A new key (or keys) for `parts` of `key`; tensors broadcast."""
+    key = torch.tensor(_wrap(key)) if isinstance(key, int) else key
+    for part in parts:
+        step = _wrap(GOLDEN * (part + 1)) if isinstance(part, int) else GOLDEN * (part + 1)
+        key = _mix(key + step)
+    return key
+
+
+@functools.lru_cache(maxsize=64)
+def _table(n: int, device: torch.device) -> Tensor:
+    return GOLDEN * (torch.arange(n, device=device) + 1)
+
+
+@torch.compiler.assume_constant_result
+def _counters(n: int, device: torch.device) -> Tensor:
+    # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
+    return _table(n, device)
+
+
+def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers in [0, 1), a function of `key` and position only."""
+    z = _mix(key + _counters(math.prod(shape), key.device))
+    return (((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53).to(dtype).reshape(shape)
+
+
+def shuffle(key: Tensor, size: Tensor, longest: int) -> Tensor:
+    """Permutations of range(size), one row per key; what lies beyond a row's size is filled with -1. [rows, longest]."""
+    place = torch.arange(longest, device=key.device)
+    inside = place < size[:, None]
+    ticket = _mix(key[:, None] + GOLDEN * (place + 1))
+    order = torch.where(inside, ticket, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
+    return torch.where(inside, order, -1)

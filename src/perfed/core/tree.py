@@ -1,0 +1,70 @@
+"""Trees of tensors (dicts, tuples, lists): map over them, stack them, take rows, and write them down without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree  # what vmap itself flattens its arguments with
+
+leaves = _pytree.tree_leaves
+flatten = _pytree.tree_flatten
+unflatten = _pytree.tree_unflatten
+
+
+def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """The tree of fn(leaf, *leaves of the others)."""
+    return _pytree.tree_map(fn, tree, *rest)
+
+
+def rows(tree: Any, index: Any) -> Any:
+    """Row (or rows) `index` of every tensor."""
+    return tree_map(lambda t: t[index], tree)
+
+
+def stack(trees: Sequence[Any]) -> Any:
+    """One tree of tensors with a new first axis."""
+    return tree_map(lambda *t: torch.stack(t), *trees)
+
+
+def numbers(tree: Any) -> int:
+    """How many numbers a tree holds."""
+    return sum(t.numel() for t in leaves(tree))
+
+
+def pack(tree: Any) -> tuple[Any, list[Tensor]]:
+    """A JSON skeleton and the tensors it points to; the inverse of `unpack`."""
+    tensors: list[Tensor] = []
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors.append(node)
+            return len(tensors) - 1
+        if isinstance(node, dict):
+            if not all(isinstance(key, str) for key in node):
+                raise TypeError(f"a state's keys must be text, not {list(node)}")
+            return {"dict": {key: walk(value) for key, value in node.items()}}
+        if isinstance(node, tuple | list):
+            return {type(node).__name__: [walk(value) for value in node]}
+        if node is None or isinstance(node, bool | int | float | str):
+            return {"value": node}
+        raise TypeError(f"a state holds tensors, dicts, tuples, lists and plain values, not {type(node).__name__}")
+
+    return walk(tree), tensors
+
+
+def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """The tree that `pack` took apart."""
+    if isinstance(skeleton, int):
+        return tensors[skeleton]
+    ((kind, inside),) = skeleton.items()
+    if kind == "dict":
+        return {key: unpack(value, tensors) for key, value in inside.items()}
+    if kind in ("tuple", "list"):
+        parts = [unpack(value, tensors) for value in inside]
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "value":
+        return inside
+    raise ValueError(f"unknown node {kind!r} in a saved state")

@@ -1,0 +1,41 @@
+"""Where data come from: one file per source. Importing this needs neither torch nor the data."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from perfed.config import DataConfig
+from perfed.core.errors import Problem, nearest
+from perfed.partition import partition, scheme
+
+if TYPE_CHECKING:
+    from perfed.core.clients import Clients
+
+DATASETS: dict[str, str] = {
+    "digits": "1,797 handwritten digits of 8x8 pixels, part of scikit-learn: no download",
+    "synthetic": "Synthetic(a, b): 60 features, 10 classes, as many clients as you ask for, each with its own model",
+    "mnist": "70,000 handwritten digits of 28x28 pixels; where the file names writers, they can be the clients",
+    "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels, 10 classes",
+    "cifar10": "60,000 colour pictures of 32x32 pixels, 10 classes",
+    "cifar100": "60,000 colour pictures of 32x32 pixels, 100 classes",
+    "har": "30 people with a phone at the belt: 9 sensor channels, 128 time steps, 6 activities",
+    "folder": "your own files in --data-dir: one .npz or .csv per client, or one .csv with a client column",
+}
+_FILE = {"mnist": "images", "fashion-mnist": "images", "cifar10": "images", "cifar100": "images"}
+
+
+def load(config: DataConfig, seed: int) -> Clients:
+    """The clients that `config` describes. The same seed gives the same clients, row by row."""
+    if config.name not in DATASETS:
+        raise Problem(f"data.name: there is no data set '{config.name}'{nearest(config.name, DATASETS)}")
+    if config.test + config.val >= 1:
+        raise Problem(
+            f"data.test + data.val must be below 1 to leave training samples, not {config.test:g} + {config.val:g}"
+        )
+    scheme(config)  # a wrong partition is reported before a long load
+    source = importlib.import_module(f"perfed.datasets.{_FILE.get(config.name, config.name)}")
+    pool = source.load(config, seed)
+    from perfed.datasets.split import assemble  # imports torch
+
+    return assemble(pool, partition(pool, config, seed), config, seed)

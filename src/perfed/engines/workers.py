@@ -1,0 +1,192 @@
+"""One single-threaded process per core, each training one client at a time.
+
+On a CPU there is no launch overhead to save by batching clients, and small working sets stay in the cache; two
+processes beat two threads on one client. Workers are forked, so method and data are shared without a copy. Tensors
+travel through shared memory and short JSON messages through a pipe; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+import warnings
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perfed.core.errors import Problem
+from perfed.core.messages import Down
+from perfed.core.method import State
+from perfed.core.tree import pack, rows, tree_map, unpack
+from perfed.engines.base import Task, _Evaluation, _Training
+from perfed.engines.sequential import Sequential, collect
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Memory:
+    """A piece of memory that parent and worker both see; it grows as needed."""
+
+    def __init__(self) -> None:
+        shared = Path("/dev/shm")  # noqa: S108 (memory, not a temporary file)
+        self.file = tempfile.TemporaryFile(dir=shared if shared.is_dir() else None)  # noqa: SIM115
+        self.map: mmap.mmap | None = None
+
+    def _mapped(self, size: int) -> mmap.mmap:
+        if self.map is None or len(self.map) < size:
+            if os.fstat(self.file.fileno()).st_size < size:
+                os.ftruncate(self.file.fileno(), size)
+            # The old map is dropped, not closed: tensors may still look at it.
+            self.map = mmap.mmap(self.file.fileno(), os.fstat(self.file.fileno()).st_size)
+        return self.map
+
+    def write(self, tree: Any) -> dict[str, Any]:
+        """Put a tree of tensors here; the note says how to read it."""
+        skeleton, tensors = pack(tree)
+        places, end = [], 0
+        for t in tensors:
+            places.append({"at": end, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")})
+            end += -(-t.numel() * t.element_size() // 64) * 64
+        target = self._mapped(max(end, 64))
+        for place, t in zip(places, tensors, strict=True):
+            _view(target, place).copy_(t)
+        return {"skeleton": skeleton, "places": places, "size": max(end, 64)}
+
+    def read(self, note: dict[str, Any]) -> Any:
+        """The tree, as views of this memory: valid until the next write."""
+        source = self._mapped(note["size"])
+        return unpack(note["skeleton"], [_view(source, place) for place in note["places"]])
+
+
+def _view(memory: mmap.mmap, place: dict[str, Any]) -> Tensor:
+    dtype, shape = getattr(torch, place["dtype"]), place["shape"]
+    count = int(torch.Size(shape).numel())
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["at"]).view(shape)
+
+
+class _Worker:
+    """The parent's end of one process."""
+
+    def __init__(self, engine: Workers, others: list[_Worker]):
+        context = multiprocessing.get_context("fork")
+        self.pipe, end = context.Pipe()
+        self.inbox, self.outbox = Memory(), Memory()
+        parents = [w.pipe for w in others] + [self.pipe]
+        self.process = context.Process(target=_serve, args=(engine, end, parents, self.inbox, self.outbox), daemon=True)
+        with warnings.catch_warnings():  # forking beside idle threads is what this engine is about
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        end.close()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.pipe.send_bytes(json.dumps(message).encode())
+
+    def receive(self) -> dict[str, Any]:
+        return json.loads(self.pipe.recv_bytes())
+
+
+class Workers(Sequential):
+    """Sequential, spread over processes; the result does not depend on how many or on who finishes first."""
+
+    name = "workers"
+
+    def __init__(self, *args: Any, workers: int = 0, **options: Any):
+        super().__init__(*args, **options)
+        self.count = workers or cores()
+        self.shared = Memory()
+        self.workers: list[_Worker] = []
+
+    def _each(
+        self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down
+    ) -> dict[str, Any]:
+        while len(self.workers) < self.count:
+            self.workers.append(_Worker(self, self.workers))
+        shared = self.shared.write(down.shared)
+        how = {"task": _describe(task), "key": int(key), "shared": shared}
+        size = self.clients.train.size
+        waiting = sorted(range(len(ids)), key=lambda row: size[ids[row]])  # the largest is taken first, from the end
+        each: list[Any] = [None] * len(ids)
+        busy: dict[Connection, tuple[_Worker, int]] = {}
+
+        def hand_out(worker: _Worker) -> None:
+            if waiting:
+                row = waiting.pop()
+                note = worker.inbox.write((states[row], rows(down.own, row)))
+                worker.send({**how, "id": ids[row], "note": note})
+                busy[worker.pipe] = (worker, row)
+
+        for worker in self.workers:
+            hand_out(worker)
+        while busy:
+            for pipe in wait(list(busy)):
+                worker, row = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
+                try:
+                    answer = worker.receive()
+                except (EOFError, ConnectionResetError):
+                    self.close()
+                    raise RuntimeError(
+                        f"the worker process that trained client {self.clients.names[ids[row]]} died (out of memory?)"
+                    ) from None
+                if "error" in answer:
+                    self.close()
+                    raise (Problem if answer["problem"] else RuntimeError)(answer["error"])
+                each[row] = tree_map(torch.clone, worker.outbox.read(answer))
+                hand_out(worker)
+        return collect(each)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.pipe.close()
+        for worker in self.workers:
+            worker.process.join(timeout=5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self.workers = []
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    if isinstance(task, _Evaluation):
+        return {"splits": list(task.splits), "keep": task.keep}
+    return {}
+
+
+def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: Memory, outbox: Memory) -> None:
+    """A worker's life: one client after another until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for other in parents:
+        other.close()  # or this end would never see the parent go
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = json.loads(pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            how = message["task"]
+            method, wire = engine.method, engine.wire
+            task = _Evaluation(method, tuple(how["splits"]), how["keep"]) if how else _Training(method, wire)
+            state, own = inbox.read(message["note"])
+            down = Down(engine.shared.read(message["shared"]), own)
+            answer = outbox.write(engine.one(task, torch.tensor(message["key"]), message["id"], state, down))
+        except Exception as error:
+            text = str(error) if isinstance(error, Problem) else f"{error}\n{traceback.format_exc()}"
+            answer = {"error": text, "problem": isinstance(error, Problem)}
+        try:
+            pipe.send_bytes(json.dumps(answer).encode())
+        except BrokenPipeError:
+            return
