@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
-from perfed.core.fields import checked, hyper
+from perfed import catalog
+from perfed.core.errors import Problem, nearest
+from perfed.core.fields import checked, convert, hyper
 
 
 @dataclass(frozen=True)
@@ -41,3 +47,136 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         checked(self, "model")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How the training is carried out."""
+
+    rounds: int = hyper(25, "communication rounds", at_least=1, at_most=10_000_000)
+    participation: float = hyper(1.0, "share of the clients that take part in a round", above=0, at_most=1)
+    seed: int = hyper(0, "seed of everything random", at_least=0, at_most=2**31)
+    engine: Literal["auto", "sequential", "workers", "vectorised"] = hyper("auto", "how a round is computed")
+    workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=4096)
+    block: int = hyper(0, "clients at once in the engine 'vectorised' (0: the whole cohort)", at_least=0)
+    compile: bool = hyper(False, "compile the steps of the engine 'vectorised'")
+    device: str = hyper("auto", "cpu, cuda, or auto: cuda where there is one")
+    precision: Literal["float32", "float64"] = hyper("float32", "numbers that models are made of")
+    eval_every: int = hyper(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
+    baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
+    checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1)
+
+    def __post_init__(self) -> None:
+        checked(self, "run")
+
+
+DEFAULT_METHODS = ("local", "fedavg", "pgfed")
+SECTIONS: dict[str, type] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run: its methods, with their own settings, on one data set with one model."""
+
+    methods: tuple[str, ...] = DEFAULT_METHODS  # names, or paths of files
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    train: dict[str, Any] = field(default_factory=dict)  # settings of every method
+    method: dict[str, dict[str, Any]] = field(default_factory=dict)  # settings of one method
+
+    def settings(self, entry: catalog.Entry) -> dict[str, Any]:
+        """A method's hyper-parameters: its own before those of all."""
+        return {**self.train, **self.method.get(entry.name, {})}
+
+    def entries(self) -> list[catalog.Entry]:
+        """The methods of this run, found and checked."""
+        return [catalog.find(name) for name in self.methods]
+
+
+def from_dict(raw: dict[str, Any]) -> Config:
+    """A Config from nested plain values, as TOML gives them; wrong keys and values raise a Problem."""
+    known = ("methods", *SECTIONS, "train", "method")
+    for key in raw:
+        if key not in known:
+            raise Problem(f"there is no setting '{key}'{nearest(key, known)}")
+    parts: dict[str, Any] = {}
+    for name, kind in SECTIONS.items():
+        section = _table(raw.get(name, {}), name)
+        fields = [f.name for f in dataclasses.fields(kind)]
+        for key in section:
+            if key not in fields:
+                raise Problem(f"there is no setting '{name}.{key}'{nearest(key, fields)}")
+        parts[name] = kind(**section)
+    names = raw.get("methods", list(DEFAULT_METHODS))
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise Problem("methods must be a list of method names")
+    config = Config(tuple(dict.fromkeys(names)), train=_table(raw.get("train", {}), "train"), **parts)
+    entries = {entry.name: entry for entry in config.entries()}
+    if len(entries) < len(config.methods):
+        raise Problem("two of the methods have the same name")
+    train = {}
+    for key, value in config.train.items():
+        if key not in catalog.common():
+            raise Problem(f"there is no setting 'train.{key}'{nearest(key, catalog.common())}")
+        train[key] = convert(value, catalog.common()[key].kind, catalog.common()[key].bounds, f"train.{key}")
+    own = {name: _table(table, f"method.{name}") for name, table in _table(raw.get("method", {}), "method").items()}
+    for name in own:
+        if name not in entries:
+            raise Problem(f"settings for method '{name}', which is not in this run{nearest(name, entries)}")
+    own = {name: entries[name].check(table) for name, table in own.items()}
+    return dataclasses.replace(config, train=train, method=own)
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Problem(f"'{where}' must be a table of settings, not {value!r}")
+    return value
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as nested plain values."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise Problem(f"there is no configuration file '{path}'") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Problem(f"'{path}' is not valid TOML: {error}") from None
+
+
+def assign(raw: dict[str, Any], text: str) -> None:
+    """Apply `a.b=c` to nested values; `lr=0.1` is train.lr, `pgfed.mu=0.1` is method.pgfed.mu."""
+    path, equals, value = text.partition("=")
+    keys = [key.strip().replace("-", "_") for key in path.split(".")]
+    if not equals or not all(keys):
+        raise Problem(f"--set takes section.key=value, not '{text}'")
+    if keys[0] not in ("methods", *SECTIONS, "train", "method"):
+        if len(keys) == 1 and keys[0] in catalog.common():
+            keys = ["train", *keys]
+        elif len(keys) == 2 and keys[0] in catalog.methods():
+            keys = ["method", *keys]
+    table = raw
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise Problem(f"--set {text}: '{key}' is not a table of settings")
+    table[keys[-1]] = [v.strip() for v in value.split(",")] if keys == ["methods"] else _plain(value.strip())
+
+
+def _plain(text: str) -> Any:
+    """Text from the command line as TOML would read it; what TOML cannot read stays text."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration, every value spelled out."""
+    lines = [f"methods = {json.dumps(list(config.methods))}"]
+    tables = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
+    tables |= {"train": config.train} | {f"method.{name}": table for name, table in config.method.items()}
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None]
+    return "\n".join(lines) + "\n"

@@ -30,11 +30,14 @@ class Uploads(NamedTuple):
     group: Tensor | None  # [m]
 
 
+Values = dict[str, dict[str, dict[str, Tensor]]]  # split -> model -> metric -> [m]
+
+
 class Scores(NamedTuple):
     """What an evaluation found, one row per client."""
 
     models: dict[str, Tensor]  # name -> [m, width]; empty unless asked for
-    values: dict[str, dict[str, dict[str, Tensor]]]  # split -> model -> metric -> [m]
+    values: Values
 
 
 class Engine(ABC):

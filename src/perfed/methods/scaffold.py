@@ -30,7 +30,7 @@ class SCAFFOLD(Method):
 
     def init_server(self, clients):
         w = self.model.init(self.seed)
-        return {"w": w, "c": torch.zeros_like(w), "clients": torch.tensor(clients)}
+        return {"w": w, "c": torch.zeros_like(w), "clients": w.new_tensor(clients)}
 
     def init_client(self):
         return torch.zeros_like(self.model.init(self.seed))  # c_i
@@ -45,7 +45,7 @@ class SCAFFOLD(Method):
     def local(self, c_i, down, data):
         w, c = down.shared["w"], down.shared["c"]
         y = self.descend(w, data, self.corrected, c - c_i)
-        scale = 1 / (data.steps() * self.lr)
+        scale = 1 / (data.steps().to(w.dtype) * self.lr)
         change = -c - scale * self.pull(y, w)  # c_i+ - c_i
         if self.compact:
             return c_i + change, Up(own={"y": y - w, "scale": scale})
@@ -58,7 +58,8 @@ class SCAFFOLD(Method):
         else:
             step, change = cohort.mean["y"], cohort.mean["c"]
         share = len(cohort.ids) / server["clients"]
-        return {**server, "w": server["w"] + self.server_lr * step, "c": server["c"] + share * change}
+        moved = self.model.weights.only(self.server_lr * step, step)  # statistics are averaged, not learned
+        return {**server, "w": server["w"] + moved, "c": server["c"] + share * change}
 
     def personalise(self, c_i, down, data):
         return down.shared["w"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfed.config import ModelConfig
@@ -29,23 +30,43 @@ _FILE = {"fedavgcnn": "cnn"}
 
 def build(config: ModelConfig, clients: Clients) -> Callable[[], nn.Module]:
     """A function without arguments that makes the network for these clients' samples, new at each call."""
-    shape, classes = clients.shape, clients.classes
-    name = config.name or _suits(shape)
-    if ":" in name or name.endswith(".py"):
-        from perfed.models.custom import load
-
-        make = load(name, shape, classes)
-    elif name in MODELS:
-        network = importlib.import_module(f"perfed.models.{_FILE.get(name, name)}").network
-        make = lambda: network(shape, classes, config)
-    else:
-        known = nearest(name, MODELS)
-        raise Problem(f"model.name: there is no network '{name}'{known} (your own: path.py:factory)")
-    _try(make, name, clients)
+    make = make_network(config, clients.shape, clients.classes)
+    _try(make, config.name or suits(clients.shape), clients)
     return make
 
 
-def _suits(shape: tuple[int, ...]) -> str:
+def make_network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
+    """The same, for samples of a known shape and without trying it."""
+    name = config.name or suits(shape)
+    check_name(name)
+    if is_path(name):
+        from perfed.models.custom import load
+
+        return load(name, shape, classes)
+    network = importlib.import_module(f"perfed.models.{_FILE.get(name, name)}").network
+    return lambda: network(shape, classes, config)
+
+
+def is_path(name: str) -> bool:
+    """Whether a model's name means a file of the user's."""
+    return ":" in name or name.endswith(".py")
+
+
+def check_name(name: str) -> None:
+    """Refuse a network that does not exist; needs no torch and runs nothing."""
+    if is_path(name):
+        place, colon, function = name.rpartition(":")
+        if not colon or not function:
+            raise Problem(f"model.name '{name}' must name a function too: path.py:factory")
+        if not Path(place).expanduser().is_file():
+            raise Problem(f"model.name: there is no file '{place}'")
+    elif name and name not in MODELS:
+        known = nearest(name, MODELS)
+        raise Problem(f"model.name: there is no network '{name}'{known} (your own: path.py:factory)")
+
+
+def suits(shape: tuple[int, ...]) -> str:
+    """The network that is used where none is named."""
     return "fedavgcnn" if len(shape) == 3 and min(shape[1:]) >= 28 else "mlp"
 
 

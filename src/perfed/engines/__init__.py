@@ -1,0 +1,67 @@
+"""How a round is carried out. All engines compute the same function; they differ in speed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perfed.core.errors import Problem
+
+if TYPE_CHECKING:
+    from perfed.config import RunConfig
+    from perfed.core.clients import Clients
+    from perfed.core.method import Method
+    from perfed.engines.base import Engine
+
+ENGINES: dict[str, str] = {
+    "auto": "vectorised on a GPU, workers on several cores, else sequential",
+    "sequential": "one client after another: the reference",
+    "workers": "one single-threaded process per core, clients shared out as they finish",
+    "vectorised": "a block of clients as one batched computation (vmap): made for GPUs",
+}
+
+
+def pick_device(wanted: str) -> str:
+    """The device a run uses."""
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        raise Problem(f"run.device must be auto, cpu or cuda, not '{wanted}'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise Problem(f"run.device must be auto, cpu or cuda, not '{wanted}'")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Problem("run.device is cuda, but this machine has no usable GPU")
+    return wanted
+
+
+def pick_engine(run: RunConfig, device: str, cohort: int) -> str:
+    """The engine that suits: batched on a GPU, processes on several cores."""
+    import os
+
+    from perfed.engines.workers import cores
+
+    if run.engine == "workers" and not device.startswith("cpu"):
+        raise Problem("the engine 'workers' trains on the CPU: use --device cpu, or --engine vectorised on a GPU")
+    if run.engine == "workers" and not hasattr(os, "fork"):
+        raise Problem("the engine 'workers' needs processes that fork, which this system lacks: use --engine sequential")
+    if run.engine != "auto":
+        return run.engine
+    if device.startswith("cuda"):
+        return "vectorised"
+    return "workers" if hasattr(os, "fork") and min(run.workers or cores(), cohort) > 1 else "sequential"
+
+
+def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> Engine:
+    """An engine for one method."""
+    from perfed.engines.sequential import Sequential
+    from perfed.engines.vectorised import Vectorised
+    from perfed.engines.workers import Workers
+
+    if name == "workers":
+        return Workers(method, clients, seed=run.seed, workers=run.workers)
+    if name == "vectorised" and method.vectorised:
+        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile)
+    return Sequential(method, clients, seed=run.seed)

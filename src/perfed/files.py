@@ -1,0 +1,125 @@
+"""Files that are whole or not there: atomic writes, checksums, and trees of tensors without pickle."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from perfed.core.errors import Problem
+from perfed.core.tree import pack, unpack
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Replace a file in one step; after a crash at any moment the old or the new one is there, whole."""
+    content = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise Problem(f"cannot write '{path}': {error.strerror}") from error
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A small JSON file, atomically."""
+    write(path, json.dumps(value, indent=1, sort_keys=True) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; what is wrong with it is said in one sentence."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Problem(f"there is no file '{path}'") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise Problem(f"'{path}' is damaged: not valid JSON") from None
+
+
+def _digest(skeleton: str, tensors: list[Tensor]) -> str:
+    total = hashlib.sha256(skeleton.encode())
+    for tensor in tensors:
+        total.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        total.update(tensor.contiguous().view(torch.uint8).numpy().data if tensor.numel() else b"")
+    return total.hexdigest()
+
+
+def save_tree(path: Path, tree: Any) -> None:
+    """A tree of tensors and plain values, with a checksum."""
+    skeleton, tensors = pack(tree)
+    tensors = [t.detach().cpu().contiguous().reshape(t.shape or (1,)) for t in tensors]
+    shapes = [list(t.shape) for t in pack(tree)[1]]
+    text = json.dumps([skeleton, shapes])
+    named = {str(at): t.clone() for at, t in enumerate(tensors)}
+    write(path, save(named, {"tree": text, "sha256": _digest(text, tensors)}))
+
+
+def load_tree(path: Path) -> Any:
+    """What `save_tree` wrote; a Problem where the file is damaged or something else."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            tensors = [file.get_tensor(str(at)) for at in range(len(file.keys()))]  # noqa: SIM118 (not a dict)
+        text = about["tree"]
+        if about["sha256"] != _digest(text, tensors):
+            raise Problem(f"'{path}' is damaged: its checksum does not fit")
+        skeleton, shapes = json.loads(text)
+        return unpack(skeleton, [t.reshape(shape) for t, shape in zip(tensors, shapes, strict=True)])
+    except FileNotFoundError:
+        raise Problem(f"there is no file '{path}'") from None
+    except (SafetensorError, KeyError, ValueError, OSError, IndexError) as error:
+        raise Problem(f"'{path}' is damaged or not a file of perfed ({type(error).__name__})") from None
+
+
+def slug(name: str, taken: set[str]) -> str:
+    """A safe, unique folder name for a client's name, which comes from outside and may be anything."""
+    simple = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40].strip("_")
+    reserved = re.fullmatch(r"(?i)con|prn|aux|nul|com\d|lpt\d", simple)
+    if not simple or simple != name or reserved or simple.lower() in taken:
+        simple = f"{simple or 'client'}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if simple.lower() in taken:
+        raise Problem(f"two clients are called '{name}'")
+    taken.add(simple.lower())
+    return simple
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold a run folder; a second process is refused."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise Problem(f"another process is working in '{folder}'") from None
+        yield
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut a log back to what a checkpoint vouches for."""
+    if not path.exists() and size == 0:
+        return
+    if not path.exists() or path.stat().st_size < size:
+        raise Problem(f"'{path}' is shorter than its checkpoint says: lines are missing")
+    with path.open("r+b") as file:
+        file.truncate(size)

@@ -1,0 +1,234 @@
+"""The outer loop: prepare an experiment, make its folder, train each method, save each client's model.
+
+A run folder explains itself:
+
+    config.toml          every setting, resolved
+    env.json             versions, machine, engine
+    clients.json         who the clients are: names, folders, sizes; what a sample looks like
+    files/               copies of the user's own method and model files
+    <method>/            one folder per method
+        metrics.jsonl    scores, one line per round and client
+        rounds.jsonl     cohort and bytes, one line per round
+        times.jsonl      clock times (the only thing here that differs from run to run)
+        checkpoints/     the last two
+        clients/<id>/    model.safetensors and card.md
+        result.json      the end: the last scores of every client
+    report/              table, picture, CSV
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from perfed import catalog, files
+from perfed.config import Config, from_dict, read_toml, to_toml
+from perfed.core.clients import Clients
+from perfed.core.errors import Problem
+from perfed.core.method import Method
+from perfed.core.model import Model
+from perfed.datasets import load
+from perfed.engines import make_engine, pick_device, pick_engine
+from perfed.federation import Federation, cohort_size
+from perfed.models import build, is_path, make_network, suits
+from perfed.observe import Observer, Round
+from perfed.observe.checkpoint import Checkpoints, restore
+from perfed.observe.metrics import MetricsLog, by_client
+from perfed.observe.progress import ProgressLine
+from perfed.partition import scheme
+
+THREADS = 1  # of each process: results depend on it, so it is the same everywhere
+BASELINE = "local"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked configuration with its data and its network: everything but the training."""
+
+    config: Config
+    clients: Clients
+    network: Callable[[], nn.Module]
+    device: str
+    engine: str
+
+    def method(self, entry: catalog.Entry) -> Method:
+        """One method with its settings."""
+        run = self.config.run
+        model = Model(
+            self.network, head=self.config.model.head, dtype=getattr(torch, run.precision), device=self.device
+        )
+        cohort = cohort_size(len(self.clients), run.participation)
+        return entry.load()(model, **self.config.settings(entry), seed=run.seed, cohort=cohort)
+
+
+def prepare(config: Config) -> Experiment:
+    """Load data, build the network, make every method once: what is wrong is found before anything is written."""
+    torch.set_num_threads(THREADS)
+    if config.run.baseline and BASELINE not in config.methods:
+        config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
+    device = pick_device(config.run.device)
+    clients = load(config.data, config.run.seed)
+    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
+    data = dataclasses.replace(config.data, partition=scheme(config.data))
+    config = dataclasses.replace(config, data=data, model=model)
+    engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
+    experiment = Experiment(config, clients.to(device), build(model, clients), device, engine)
+    for entry in config.entries():
+        experiment.method(entry)
+    return experiment
+
+
+def create(experiment: Experiment, out: Path | None) -> Path:
+    """A new run folder with everything but results."""
+    config = experiment.config
+    name = f"{datetime.now():%Y-%m-%d}_{config.data.name}_{config.entries()[-1].name}"
+    unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
+    folder = out or Path("runs") / f"{name}_{unique}"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Problem(f"'{folder}' exists already; choose another --out, or continue it with `perfed resume {folder}`")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"cannot make the run folder '{folder}': {error.strerror}") from None
+    taken: set[str] = set()
+    clients = experiment.clients
+    about = {
+        "shape": list(clients.shape),
+        "classes": clients.classes,
+        "mean": None if clients.mean is None else clients.mean.flatten().tolist(),
+        "std": None if clients.std is None else clients.std.flatten().tolist(),
+        "clients": [
+            {"name": name, "folder": files.slug(name, taken)}
+            | {split: clients.split(split).size[id] for split in ("train", "val", "test")}
+            for id, name in enumerate(clients.names)
+        ],
+    }
+    files.write_json(folder / "clients.json", about)
+    files.write_json(folder / "env.json", environment(experiment))
+    # The configuration comes last: a folder that has one can be resumed.
+    files.write(folder / "config.toml", to_toml(_own_copies(config, folder)))
+    return folder
+
+
+def _own_copies(config: Config, folder: Path) -> Config:
+    """The configuration with the user's files copied into the folder and every hyper-parameter spelled out."""
+
+    def copy(path: Path) -> str:
+        (folder / "files").mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / "files" / path.name)
+        return f"files/{path.name}"
+
+    entries = config.entries()
+    names = [copy(e.file) if e.file.parent != catalog.HERE / "methods" else e.name for e in entries]
+    own = {
+        e.name: {k: f.default for k, f in e.fields.items() if k not in catalog.RUN_SETS} | config.settings(e)
+        for e in entries
+    }
+    model = config.model
+    if is_path(model.name):
+        path, _, factory = model.name.rpartition(":")
+        model = dataclasses.replace(model, name=f"{copy(Path(path).expanduser())}:{factory}")
+    return dataclasses.replace(config, methods=tuple(names), method=own, train={}, model=model)
+
+
+def environment(experiment: Experiment) -> dict[str, Any]:
+    """Where this ran: what a number depends on."""
+    packages = ("perfed", "torch", "numpy", "scikit-learn", "safetensors")
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if experiment.device.startswith("cuda") else platform.machine(),
+        "engine": experiment.engine,
+        "threads": THREADS,
+        "versions": {name: version(name) for name in packages},
+    }
+
+
+def read_config(folder: Path) -> Config:
+    """The configuration of a run folder; its own files are found inside it."""
+    if not folder.is_dir():
+        raise Problem(f"there is no run folder '{folder}'")
+    if not (folder / "config.toml").is_file():
+        raise Problem(f"'{folder}' is not a run folder: it has no config.toml")
+    raw = read_toml(folder / "config.toml")
+    raw["methods"] = [str(folder / n) if str(n).endswith(".py") else n for n in raw.get("methods", [])]
+    config = from_dict(raw)
+    if is_path(config.model.name):
+        model = dataclasses.replace(config.model, name=str(folder / config.model.name))
+        return dataclasses.replace(config, model=model)
+    return config
+
+
+def train(experiment: Experiment, folder: Path, console: Console) -> None:
+    """Train every method that has no result yet; what was interrupted goes on from its checkpoint."""
+    with files.only_one(folder):
+        for entry in experiment.config.entries():
+            place = folder / entry.name
+            if not (place / "result.json").exists():
+                place.mkdir(exist_ok=True)
+                _train_one(experiment, entry, place, console)
+
+
+def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, console: Console) -> None:
+    run = experiment.config.run
+    method = experiment.method(entry)
+    if experiment.engine == "vectorised" and not method.vectorised:
+        console.print(f"{entry.name} cannot be vectorised: its clients run one by one", highlight=False)
+    engine = make_engine(experiment.engine, method, experiment.clients, run)
+    try:
+        federation = Federation(engine)
+        sizes = restore(place, federation, lambda text: console.print(text, highlight=False))
+        log = MetricsLog(place, sizes)
+        with ProgressLine(console, entry.title, run.rounds, federation.round) as progress:
+            watching: list[Observer] = [log, Checkpoints(place, run.checkpoint_every, log), progress]
+            values: dict[str, Any] = {}
+            while federation.round < run.rounds:
+                began = time.monotonic()
+                cohort = federation.step()
+                last = federation.round == run.rounds
+                due = last or federation.round % run.eval_every == 0
+                values = federation.evaluate(_saver(method.model, place) if last else None) if due else {}
+                event = Round(federation, cohort, values or None, time.monotonic() - began, last)
+                for observer in watching:
+                    observer.see(event)
+        result = {"method": entry.name, "title": entry.title, "rounds": run.rounds, "evaluates": method.evaluates}
+        traffic = dataclasses.asdict(federation.traffic)
+        result |= {"bytes": traffic, "clients": by_client(values), "parameters": method.model.P}
+        files.write_json(place / "result.json", result)
+    finally:
+        engine.close()
+
+
+def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:
+    folders = [client["folder"] for client in files.read_json(place.parent / "clients.json")["clients"]]
+
+    def save_client(id: int, models: dict[str, Tensor]) -> None:
+        home = place / "clients" / folders[id]
+        home.mkdir(parents=True, exist_ok=True)
+        for name, theta in models.items():
+            about = {"format": "pt", "method": place.name, "model": name}
+            state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
+            files.write(home / f"{'model' if name == 'personal' else name}.safetensors", save(state, about))
+
+    return save_client
+
+
+def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
+    """The network of a run folder and what its samples look like."""
+    config, about = read_config(folder), files.read_json(folder / "clients.json")
+    return make_network(config.model, tuple(about["shape"]), about["classes"]), about

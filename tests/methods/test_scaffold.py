@@ -1,0 +1,145 @@
+"""SCAFFOLD: control variates."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reference import (
+    NEVER,
+    ROUNDS,
+    World,
+    average,
+    check_kept,
+    check_no_alias,
+    close,
+    differs,
+    flat,
+    norm_net,
+    per_client,
+    personal,
+    plain_net,
+    same,
+    weights,
+)
+
+from perfed.core.clients import Split
+from perfed.core.errors import Problem
+from perfed.methods.fedavg import FedAvg
+from perfed.methods.scaffold import SCAFFOLD
+
+
+def reference(world, server_lr=1.0):
+    """Option II of the paper. Statistics are averaged, whatever the server's learning rate is."""
+    w, N = world.net(), len(world.clients)
+    c = torch.zeros_like(weights(w))
+    own = [torch.zeros_like(c) for _ in range(N)]
+    for round, cohort in enumerate(ROUNDS, 1):
+        nets, change = [], torch.zeros_like(c)
+        for i in cohort:
+            batches = world.batches(i, round)
+            y = world.train(w, batches, shift=c - own[i])
+            new = own[i] - c + (weights(w) - weights(y)) / (len(batches) * world.settings["lr"])
+            change = change + (new - own[i])
+            own[i] = new
+            nets.append(y)
+        old, w = w, average(nets, [1] * len(nets))
+        with torch.no_grad():
+            for p, q in zip(w.parameters(), old.parameters(), strict=True):
+                p.copy_(q + server_lr * (p - q))
+        c = c + change / N
+    return w, c, own
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("server_lr", [1.0, 1.5])
+@pytest.mark.parametrize("build", [plain_net, norm_net])
+def test_equals_the_reference(build, server_lr, compact, clients):
+    """Ragged clients take different numbers of steps; each divides by its own."""
+    world = World(build, clients)
+    fed = world.run(SCAFFOLD, server_lr=server_lr, compact=compact)
+    w, c, own = reference(world, server_lr)
+    close(fed.server["w"], flat(w))
+    close(fed.server["c"], c)  # and 0 at buffers
+    for i, theta in enumerate(personal(fed)):
+        close(theta, flat(w))
+        close(fed.state(i), own[i])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_c_is_the_mean_over_all_clients(compact, clients):
+    """After every round, though only three of five took part."""
+    fed = World(norm_net, clients).federation(SCAFFOLD, compact=compact, server_lr=1.3)
+    for cohort in ROUNDS:
+        fed.step(cohort)
+        mean = sum(fed.state(i) for i in range(len(clients))) / len(clients)
+        same(fed.server["c"], mean)
+        assert fed.server["c"].norm() > 1e-2
+
+
+def test_compact_is_the_same_with_one_number_more_than_the_model(clients):
+    world = World(norm_net, clients)
+    size = len(flat(world.net()))
+    full, compact = world.run(SCAFFOLD), world.run(SCAFFOLD, compact=True)
+    same(compact.server, full.server)
+    same(compact.states, full.states)
+    assert per_client(full) == (2 * size, 2 * size)
+    assert per_client(compact) == (2 * size, size + 1)
+    assert compact.traffic.up_mean == 0  # read client by client: secure sums do not cover it
+    assert full.traffic.up_own == 0
+
+
+def equal_clients(clients):
+    """Four clients of 14 samples: uniform and sample weights agree."""
+    cut = lambda s, n: Split(s.x[: 4 * n], s.y[: 4 * n], (n,) * 4)
+    return replace(clients, names=tuple("abcd"), train=cut(clients.train, 14), val=cut(clients.val, 2), test=cut(clients.test, 3))
+
+
+def test_frozen_at_0_is_fedavg_with_uniform_weights(clients):
+    world = World(plain_net, equal_clients(clients))
+    fed = world.federation(SCAFFOLD)
+    for cohort in ROUNDS:
+        fed.step(cohort)
+        fed.server = {**fed.server, "c": torch.zeros_like(fed.server["c"])}
+        fed.states.clear()
+    same(fed.server["w"], world.run(FedAvg).server)
+    assert differs(world.run(SCAFFOLD).server["w"], fed.server["w"])  # control variates do something
+
+
+def test_first_round_is_the_uniform_mean(clients):
+    world = World(plain_net, clients)
+    nets = [world.train(world.net(), world.batches(i, 1)) for i in (0, 2, 3)]
+    fed = world.run(SCAFFOLD, [(0, 2, 3)])
+    close(fed.server["w"], flat(average(nets, [1, 1, 1])))
+    assert differs(fed.server["w"], world.run(FedAvg, [(0, 2, 3)]).server)  # ragged: not weighted by samples
+
+
+def test_control_variate_is_the_mean_gradient_of_real_steps(clients):
+    """First round: c_i+ is the mean over the steps taken of the gradients used, whatever their number."""
+    world = World(plain_net, clients, weight_decay=0, epochs=1, batch_size=50)  # one full-batch step each
+    fed = world.run(SCAFFOLD, [(0, 2, 3)])
+    for i in (0, 2, 3):
+        net = world.net()
+        world.risk(net, i).backward()
+        close(fed.state(i), torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+    steps = [len(world.batches(i, 1)) for i in (0, 2, 3)]
+    assert steps == [1, 1, 1]
+    assert {len(World(plain_net, clients).batches(i, 1)) for i in (0, 2, 3)} == {8, 12, 2}  # the reference's are ragged
+
+
+@pytest.mark.parametrize("wrong", [{"momentum": 0.9}, {"optimizer": "adam"}])
+def test_refuses_what_breaks_its_formula(wrong, clients):
+    with pytest.raises(Problem, match="plain SGD"):
+        World(plain_net, clients).federation(SCAFFOLD, **wrong)
+
+
+def test_non_participants_keep_their_control_variate(clients):
+    fed = World(plain_net, clients).run(SCAFFOLD)
+    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    fed.step((0, 1, 2))
+    check_kept(fed, before, (3, NEVER))
+    assert before[3].any()
+    assert not before[NEVER].any()
+
+
+def test_personal_models_are_copies(clients):
+    check_no_alias(World(norm_net, clients).run(SCAFFOLD))
