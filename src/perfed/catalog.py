@@ -137,7 +137,6 @@ def _read(path: Path) -> Entry:
     return Entry(path.stem, path, class_name, doc, evaluates, fields)
 
 
-@cache
 def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
     """The methods a file defines: name -> (what it evaluates, its fields with those it inherits)."""
     try:
@@ -151,7 +150,10 @@ def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
             inherited = _classes(HERE / "core" / "method.py")
             known |= {a.asname or a.name: inherited[a.name] for a in node.names if a.name in inherited}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("perfed.methods."):
-            inherited = _classes(HERE / "methods" / f"{(node.module or '').rpartition('.')[2]}.py")
+            base = (node.module or "").removeprefix("perfed.methods.")
+            if not (HERE / "methods" / f"{base}.py").is_file():
+                raise Problem(f"'{path}' imports perfed.methods.{base}, which does not exist")
+            inherited = _classes(HERE / "methods" / f"{base}.py")
             known |= {a.asname or a.name: inherited[a.name] for a in node.names if a.name in inherited}
     own = {}
     for node in tree.body:
@@ -163,12 +165,16 @@ def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
         evaluates, fields = known[bases[0]] if bases else ("own", {})
         fields = dict(fields)
         for line in node.body:
-            if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "evaluates":
-                evaluates = ast.literal_eval(line.value)
-            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
-                field = _field(line.target.id, line.annotation, line.value)
-                if field is not None:
-                    fields[field.name] = field
+            try:
+                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "evaluates":
+                    evaluates = ast.literal_eval(line.value)
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
+                    field = _field(line.target.id, line.annotation, line.value)
+                    if field is not None:
+                        fields[field.name] = field
+            except (ValueError, TypeError, IndexError):  # the file is read, not run: a name or a sum has no value yet
+                text = 'a setting must be a plain value, or hyper(plain value, "meaning", ...)'
+                raise Problem(f"'{path}', line {line.lineno}: {text}") from None
         known[node.name] = own[node.name] = (evaluates, fields)
     return own
 

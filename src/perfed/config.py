@@ -25,6 +25,7 @@ class DataConfig:
     alpha: float = hyper(0.3, "Dirichlet concentration: small is uneven", above=0)
     classes_per_client: int = hyper(2, "classes each client holds in the partition 'classes'", at_least=1)
     min_samples: int = hyper(10, "fewest samples a client may get from the Dirichlet partition", at_least=3)
+    partition_seed: int | None = hyper(None, "seed of the partition (default: run.seed)", at_least=0, at_most=2**31)
     test: float = hyper(0.25, "share of a client's samples kept for testing", above=0, below=1)
     val: float = hyper(0.1, "share of a client's samples kept for validation", at_least=0, below=1)
     client_column: str = hyper("client", "column that names the client, in one table for all clients")
@@ -108,13 +109,13 @@ def from_dict(raw: dict[str, Any]) -> Config:
             if key not in fields:
                 raise Problem(f"there is no setting '{name}.{key}'{nearest(key, fields)}")
         parts[name] = kind(**section)
-    names = raw.get("methods", list(DEFAULT_METHODS))
-    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
-        raise Problem("methods must be a list of method names")
+    names = _names(raw)
     config = Config(tuple(dict.fromkeys(names)), train=_table(raw.get("train", {}), "train"), **parts)
     entries = {entry.name: entry for entry in config.entries()}
     if len(entries) < len(config.methods):
         raise Problem("two of the methods have the same name")
+    if "local" in entries and entries["local"].file.parent != catalog.HERE / "methods":
+        raise Problem("a method's file cannot be called local.py: that is what every method is measured against")
     train = {}
     for key, value in config.train.items():
         if key not in catalog.common():
@@ -126,6 +127,13 @@ def from_dict(raw: dict[str, Any]) -> Config:
             raise Problem(f"settings for method '{name}', which is not in this run{nearest(name, entries)}")
     own = {name: entries[name].check(table) for name, table in own.items()}
     return dataclasses.replace(config, train=train, method=own)
+
+
+def _names(raw: dict[str, Any]) -> list[str]:
+    names = raw.get("methods", list(DEFAULT_METHODS))
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise Problem(f"methods must be a list of method names, not {names!r}")
+    return names
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:
@@ -140,7 +148,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, IsADirectoryError):
         raise Problem(f"there is no configuration file '{path}'") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not text, a number of 5,000 digits, brackets without end
         raise Problem(f"'{path}' is not valid TOML: {error}") from None
 
 
@@ -167,16 +175,57 @@ def _plain(text: str) -> Any:
     """Text from the command line as TOML would read it; what TOML cannot read stays text."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
 def to_toml(config: Config) -> str:
     """The whole configuration, every value spelled out."""
-    lines = [f"methods = {json.dumps(list(config.methods))}"]
+    lines = [f"methods = [{', '.join(map(_toml, config.methods))}]"]
     tables = {name: dataclasses.asdict(getattr(config, name)) for name in SECTIONS}
-    tables |= {"train": config.train} | {f"method.{name}": table for name, table in config.method.items()}
+    tables |= {"train": config.train} | {f"method.{_toml(name)}": table for name, table in config.method.items()}
     for name, table in tables.items():
         lines += ["", f"[{name}]"]
-        lines += [f"{key} = {json.dumps(value)}" for key, value in table.items() if value is not None]
+        lines += [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """A plain value as TOML writes it: as JSON does, but for what JSON would escape in pairs, or leave as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
+    """Options of the command line, made from the dataclass fields: name -> (section, field)."""
+    out: dict[str, tuple[str, dataclasses.Field[Any]]] = {}
+    for section, kind in SECTIONS.items():
+        for one in dataclasses.fields(kind):
+            name = {"name": section, "dir": f"{section}_dir"}.get(one.name, one.name)
+            out[name] = (section, one)
+    return out
+
+
+def place_flags(settings: dict[str, Any], methods: list[str], raw: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Put settings with short names (rounds, data, lr, mu) where they belong; unknown ones raise a Problem."""
+    raw = {} if raw is None else raw
+    if methods:
+        raw["methods"] = methods
+    entries = [catalog.find(name) for name in _names(raw)]
+    special: dict[str, list[str]] = {}
+    for entry in entries:
+        for key in entry.fields:
+            special.setdefault(key, []).append(entry.name)
+    for name, value in settings.items():
+        if name in flags():
+            section, one = flags()[name]
+            _table(raw.setdefault(section, {}), section)[one.name] = value
+        elif name in catalog.common():
+            _table(raw.setdefault("train", {}), "train")[name] = value
+        elif name in special and name not in catalog.RUN_SETS:
+            for method in special[name]:
+                own = _table(raw.setdefault("method", {}), "method").setdefault(method, {})
+                _table(own, f"method.{method}")[name] = value
+        else:
+            known = {*flags(), *catalog.common(), *special} - set(catalog.RUN_SETS)
+            raise Problem(f"there is no option '{name}'{nearest(name, known | {'seed'})}")
+    return raw

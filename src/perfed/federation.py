@@ -102,8 +102,9 @@ class Federation:
             down = self.method.broadcast(self.server, torch.tensor(ids, device=self.method.model.device))
             states = [self.state(id) for id in ids]
             found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
-            for row, id in enumerate(ids) if save is not None else ():
-                save(id, rows(found.models, row))
+            if save is not None:
+                for row, id in enumerate(ids):
+                    save(id, rows(found.models, row))
             pieces.append(tree_map(torch.Tensor.cpu, found.values))
         return tree_map(lambda *t: torch.cat(t), *pieces)
 

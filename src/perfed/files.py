@@ -23,7 +23,8 @@ from perfed.core.tree import pack, unpack
 
 def write(path: Path, content: bytes | str) -> None:
     """Replace a file in one step; after a crash at any moment the old or the new one is there, whole."""
-    content = content.encode() if isinstance(content, str) else content
+    # Names of files need not be valid text: what has no UTF-8 form is written as an escape.
+    content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -80,7 +81,7 @@ def load_tree(path: Path) -> Any:
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            tensors = [file.get_tensor(str(at)) for at in range(len(file.keys()))]  # noqa: SIM118 (not a dict)
+            tensors = [file.get_tensor(str(at)) for at in range(len(file.keys()))]
         text = about["tree"]
         if about["sha256"] != _digest(text, tensors):
             raise Problem(f"'{path}' is damaged: its checksum does not fit")
@@ -97,7 +98,8 @@ def slug(name: str, taken: set[str]) -> str:
     simple = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40].strip("_")
     reserved = re.fullmatch(r"(?i)con|prn|aux|nul|com\d|lpt\d", simple)
     if not simple or simple != name or reserved or simple.lower() in taken:
-        simple = f"{simple or 'client'}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        unique = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+        simple = f"{simple or 'client'}_{unique}"
     if simple.lower() in taken:
         raise Problem(f"two clients are called '{name}'")
     taken.add(simple.lower())
@@ -109,7 +111,8 @@ def only_one(folder: Path) -> Iterator[None]:
     """Hold a run folder; a second process is refused."""
     with (folder / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock: worker processes would inherit that, and hold the folder of a run that was killed.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise Problem(f"another process is working in '{folder}'") from None
         yield

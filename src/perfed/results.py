@@ -44,7 +44,9 @@ class ClientModel:
         try:
             state = load_file(self.path)
         except FileNotFoundError:
-            raise Problem(f"client '{self.name}' has no model of {self.method} yet: continue with perfed resume") from None
+            raise Problem(
+                f"client '{self.name}' has no model of {self.method} yet: continue with perfed resume"
+            ) from None
         except (SafetensorError, OSError):
             raise Problem(f"'{self.path}' is damaged or not a model") from None
         network = network.to(next(iter(state.values())).dtype)
@@ -195,7 +197,7 @@ def compare(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
     if not len(difference):
         return {"mean": None, "std": None, "better": 0, "worse": 0, "p": None}
     # All differences zero: nothing to test.
-    p = float(wilcoxon(difference, zero_method="zsplit").pvalue) if np.any(difference) else 1.0
+    p = float(np.asarray(wilcoxon(difference, zero_method="zsplit"))[1]) if np.any(difference) else 1.0
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
     return {
         "mean": float(difference.mean()),

@@ -72,16 +72,23 @@ class Experiment:
             self.network, head=self.config.model.head, dtype=getattr(torch, run.precision), device=self.device
         )
         cohort = cohort_size(len(self.clients), run.participation)
-        return entry.load()(model, **self.config.settings(entry), seed=run.seed, cohort=cohort)
+        kind, settings = entry.load(), self.config.settings(entry)
+        try:
+            return kind(model, **settings, seed=run.seed, cohort=cohort)
+        except TypeError as error:  # one of the six functions is missing, or @dataclass(frozen=True)
+            raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
 
 
 def prepare(config: Config) -> Experiment:
     """Load data, build the network, make every method once: what is wrong is found before anything is written."""
     torch.set_num_threads(THREADS)
-    if config.run.baseline and BASELINE not in config.methods:
+    if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
-    clients = load(config.data, config.run.seed)
+    seed = config.run.seed if config.data.partition_seed is None else config.data.partition_seed
+    clients = load(config.data, seed)
+    if not len(clients.test.y):
+        raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
@@ -129,8 +136,11 @@ def _own_copies(config: Config, folder: Path) -> Config:
 
     def copy(path: Path) -> str:
         (folder / "files").mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / "files" / path.name)
-        return f"files/{path.name}"
+        target = folder / "files" / path.name
+        if target.exists() and target.read_bytes() != path.read_bytes():  # a network's file called like a method's
+            target = target.with_name(f"model_{path.name}")
+        shutil.copyfile(path, target)
+        return f"files/{target.name}"
 
     entries = config.entries()
     names = [copy(e.file) if e.file.parent != catalog.HERE / "methods" else e.name for e in entries]
@@ -142,7 +152,10 @@ def _own_copies(config: Config, folder: Path) -> Config:
     if is_path(model.name):
         path, _, factory = model.name.rpartition(":")
         model = dataclasses.replace(model, name=f"{copy(Path(path).expanduser())}:{factory}")
-    return dataclasses.replace(config, methods=tuple(names), method=own, train={}, model=model)
+    data = config.data
+    if data.dir is not None:  # a run may be resumed from another folder
+        data = dataclasses.replace(data, dir=str(Path(data.dir).expanduser().resolve()))
+    return dataclasses.replace(config, methods=tuple(names), method=own, train={}, model=model, data=data)
 
 
 def environment(experiment: Experiment) -> dict[str, Any]:
@@ -166,7 +179,8 @@ def read_config(folder: Path) -> Config:
     if not (folder / "config.toml").is_file():
         raise Problem(f"'{folder}' is not a run folder: it has no config.toml")
     raw = read_toml(folder / "config.toml")
-    raw["methods"] = [str(folder / n) if str(n).endswith(".py") else n for n in raw.get("methods", [])]
+    if isinstance(raw.get("methods"), list):
+        raw["methods"] = [str(folder / n) if str(n).endswith(".py") else n for n in raw["methods"]]
     config = from_dict(raw)
     if is_path(config.model.name):
         model = dataclasses.replace(config.model, name=str(folder / config.model.name))

@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import ROUNDS, World, average, check_no_alias, close, flat, models, norm_net, per_client, personal, plain_net, same
+from reference import (
+    ROUNDS,
+    World,
+    average,
+    check_no_alias,
+    close,
+    flat,
+    models,
+    norm_net,
+    per_client,
+    personal,
+    plain_net,
+    same,
+)
 
 from perfed.core.clients import Split
 from perfed.core.method import FINE_TUNING

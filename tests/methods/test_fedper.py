@@ -60,7 +60,7 @@ def test_equals_the_reference(build, part, names, clients):
     same(fed.server, flat(shared, lambda name: not kept(name)))
     for i, theta in enumerate(personal(fed)):
         same(fed.state(i), flat(own[i], kept))
-        close(theta, flat(assemble(shared, own[i], kept)))  # the LATEST shared part, also for those not in the last round
+        close(theta, flat(assemble(shared, own[i], kept)))  # the LATEST shared part, for everyone
 
 
 @pytest.mark.parametrize("build", [plain_net, norm_net])

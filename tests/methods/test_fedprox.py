@@ -34,7 +34,7 @@ def test_mu_0_is_fedavg(clients):
 
 
 def test_second_step_by_hand_and_statistics_untouched(clients):
-    """Two full-batch steps. The first feels no pull; the second is pulled by mu (w1 - w0), where buffers feel nothing."""
+    """Two full-batch steps: the first feels no pull, the second feels mu (w1 - w0), and buffers feel none."""
     world = World(norm_net, clients, batch_size=50, lr=0.1, weight_decay=0)
     one, two = (world.run(FedAvg, [(2,)], epochs=e).server for e in (1, 2))
     start = world.federation(FedAvg).server

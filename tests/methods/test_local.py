@@ -1,7 +1,19 @@
 """Local: every client alone."""
 
 import pytest
-from reference import NEVER, ROUNDS, World, check_kept, check_no_alias, close, flat, norm_net, per_client, personal, plain_net
+from reference import (
+    NEVER,
+    ROUNDS,
+    World,
+    check_kept,
+    check_no_alias,
+    close,
+    flat,
+    norm_net,
+    per_client,
+    personal,
+    plain_net,
+)
 
 from perfed.methods.local import Local
 

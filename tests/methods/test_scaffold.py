@@ -19,6 +19,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    slope,
     weights,
 )
 
@@ -91,7 +92,8 @@ def test_compact_is_the_same_with_one_number_more_than_the_model(clients):
 def equal_clients(clients):
     """Four clients of 14 samples: uniform and sample weights agree."""
     cut = lambda s, n: Split(s.x[: 4 * n], s.y[: 4 * n], (n,) * 4)
-    return replace(clients, names=tuple("abcd"), train=cut(clients.train, 14), val=cut(clients.val, 2), test=cut(clients.test, 3))
+    splits = {"train": cut(clients.train, 14), "val": cut(clients.val, 2), "test": cut(clients.test, 3)}
+    return replace(clients, names=tuple("abcd"), **splits)
 
 
 def test_frozen_at_0_is_fedavg_with_uniform_weights(clients):
@@ -113,17 +115,32 @@ def test_first_round_is_the_uniform_mean(clients):
     assert differs(fed.server["w"], world.run(FedAvg, [(0, 2, 3)]).server)  # ragged: not weighted by samples
 
 
-def test_control_variate_is_the_mean_gradient_of_real_steps(clients):
-    """First round: c_i+ is the mean over the steps taken of the gradients used, whatever their number."""
+def test_control_variate_of_one_step_is_the_gradient(clients):
     world = World(plain_net, clients, weight_decay=0, epochs=1, batch_size=50)  # one full-batch step each
     fed = world.run(SCAFFOLD, [(0, 2, 3)])
     for i in (0, 2, 3):
         net = world.net()
         world.risk(net, i).backward()
-        close(fed.state(i), torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
-    steps = [len(world.batches(i, 1)) for i in (0, 2, 3)]
-    assert steps == [1, 1, 1]
-    assert {len(World(plain_net, clients).batches(i, 1)) for i in (0, 2, 3)} == {8, 12, 2}  # the reference's are ragged
+        close(fed.state(i), slope(net))
+
+
+def test_counts_real_steps(clients):
+    """Batches times epochs of this very client; epochs, or another client's count, would be off by a factor."""
+    world = World(plain_net, clients)
+    fed = world.run(SCAFFOLD, [(0, 2, 3)])
+    for i, steps in ((0, 8), (2, 12), (3, 2)):
+        y = world.train(world.net(), world.batches(i, 1))
+        close(fed.state(i), (weights(world.net()) - weights(y)) / (steps * 0.05))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_server_rate_spares_statistics(compact, clients):
+    """Stretched by a rate above 1, the falling running variance of small inputs would turn negative."""
+    small = replace(clients, train=replace(clients.train, x=0.01 * clients.train.x))
+    fed = World(norm_net, small).run(SCAFFOLD, [(2,)], server_lr=2.0, compact=compact)
+    variance = fed.server["w"][fed.method.model.size - 8 : fed.method.model.size]
+    assert 0 < variance.min() < 0.5
+    assert fed.evaluate()["test"]["personal"]["loss"].isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [{"momentum": 0.9}, {"optimizer": "adam"}])

@@ -127,9 +127,7 @@ def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple
 class ClientData(Data):
     """The reference: one client, a plain loop."""
 
-    def __init__(
-        self, clients: Clients, index: int, key: Tensor, *, batch_size: int, epochs: int, dtype: torch.dtype
-    ):
+    def __init__(self, clients: Clients, index: int, key: Tensor, *, batch_size: int, epochs: int, dtype: torch.dtype):
         super().__init__(batch_size, epochs)
         self.clients, self.index, self.key, self.dtype = clients, index, key, dtype
         self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)

@@ -35,7 +35,7 @@ class Norm(nn.Module):
             return F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
             )
-        # By hand: weights, or a single value per channel (which PyTorch refuses; a client with one sample still trains).
+        # By hand: weights, or a single value per channel (which PyTorch refuses: a client with one sample trains).
         channel, dims = (1, -1, *(1,) * (x.dim() - 2)), (0, *range(2, x.dim()))
         weight = self.samples if self.weighted else torch.ones_like(x[:, 0].reshape(x.shape[0], -1)[:, 0])
         share = weight.reshape(-1, *(1,) * (x.dim() - 1))

@@ -46,8 +46,6 @@ class Method(ABC):
 
     evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"  # what `personalise` returns
     vectorised: ClassVar[bool] = True  # False: `local` cannot run under vmap; it runs client by client
-    exchanges: ClassVar[int] = 1  # server-client exchanges per round
-    groups: ClassVar[int] = 1  # number of groups that Up.group may name
 
     def __post_init__(self) -> None:
         checked(self, type(self).__name__.lower(), skip=("model",))
@@ -57,46 +55,56 @@ class Method(ABC):
             raise Problem(f"momentum belongs to sgd: set momentum to 0 for {self.optimizer}")
         self.check()
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (most methods have nothing to refuse)
         """Raise a Problem where hyper-parameters do not go together."""
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges between server and clients in one round."""
+        return 1
+
+    @property
+    def groups(self) -> int:
+        """How many groups `Up.group` may name."""
+        return 1
 
     # ------------------------------------------------------------------ the six functions
 
     @abstractmethod
-    def init_server(self, clients: int) -> State:
+    def init_server(self, clients: int, /) -> State:
         """What the server knows before round 1."""
 
     def init_client(self) -> State:
         """What a client knows before its first round; it never leaves the client."""
         return ()
 
-    def broadcast(self, server: State, ids: Tensor) -> Down:
+    def broadcast(self, server: State, ids: Tensor, /) -> Down:  # noqa: ARG002
         """What the server sends to the clients `ids`."""
         return Down(shared=server)
 
     @abstractmethod
-    def local(self, client: State, down: Down, data: Data) -> tuple[State, Up]:
+    def local(self, client: State, down: Down, data: Data, /) -> tuple[State, Up]:
         """One client's round."""
 
     @abstractmethod
-    def aggregate(self, server: State, cohort: Cohort) -> State:
+    def aggregate(self, server: State, cohort: Cohort, /) -> State:
         """What the server makes of the uploads."""
 
     @abstractmethod
-    def personalise(self, client: State, down: Down, data: Data) -> Tensor | dict[str, Tensor]:
+    def personalise(self, client: State, down: Down, data: Data, /) -> Tensor | dict[str, Tensor]:
         """The model this client predicts with, or a dict of models whose headline is 'personal'."""
 
-    def notes(self, server: State) -> dict[str, Any]:
+    def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002
         """Plain numbers worth logging with every evaluation, such as cluster sizes."""
         return {}
 
     # ------------------------------------------------------------------ tools
 
     def pull(self, theta: Tensor, centre: Tensor) -> Tensor:
-        """theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
+        """Theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
         return self.model.weights.only(theta - centre) if self.model.Q else theta - centre
 
-    def gradient(self, theta: Tensor, batch: Batch, given: Any = ()) -> tuple[Tensor, Tensor]:
+    def gradient(self, theta: Tensor, batch: Batch, given: Any = (), /) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The gradient of a batch's loss, and theta with fresh statistics."""
         g, theta, _ = self.model.grad(theta, batch)
         return g, theta
@@ -112,8 +120,10 @@ class Method(ABC):
         if only is not None:
             g = self.model.part(only).only(g)
         if self.optimizer == "sgd":
-            return sgd(theta, state, g, self.lr, self.momentum, self.nesterov)
-        return adam(theta, state, g, self.lr)
+            moved, state = sgd(theta, state, g, self.lr, self.momentum, self.nesterov)
+        else:
+            moved, state = adam(theta, state, g, self.lr)
+        return (moved if only is None else self.model.part(only).only(moved, theta)), state
 
     def _descent(
         self, gradient: Callable[..., Any], only: str | None, carry: tuple[Tensor, Any], batch: Batch, given: Any
@@ -136,7 +146,7 @@ class Method(ABC):
         steps: int | None = None,
         stream: int = 0,
     ) -> Tensor:
-        """theta after local training along `gradient(theta, batch, given)` (a method), on the part `only`."""
+        """Theta after local training along `gradient(theta, batch, given)` (a method), on the part `only`."""
         function = (gradient or self.gradient).__func__  # pyright: ignore[reportFunctionMemberAccess]
         step = functools.partial(self._descent, function, only)
         carry = (theta, self.start(theta))

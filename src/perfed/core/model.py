@@ -83,7 +83,9 @@ class Model:
         device: torch.device | str = "cpu",
     ):
         if isinstance(build, nn.Module) or not callable(build):
-            raise Problem("Model needs a function that builds the network (each seed starts from its own), not a network")
+            raise Problem(
+                "Model needs a function that builds the network (each seed starts from its own), not a network"
+            )
         self.build, self.dtype, self.device = build, dtype, torch.device(device)
         net = swap(self._fresh(seed=0)).to(self.device, dtype).requires_grad_(False)
         self._nets = {mode: copy.deepcopy(net).train(mode != "eval") for mode in ("eval", "train", "weighted")}
@@ -156,7 +158,7 @@ class Model:
             return self.build()
 
     def init(self, seed: int) -> Tensor:
-        """theta of a freshly built network; the same seed gives the same numbers."""
+        """Theta of a freshly built network; the same seed gives the same numbers."""
         if seed not in self._inits:
             self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()
@@ -166,7 +168,7 @@ class Model:
         return torch.zeros(self.width, device=self.device, dtype=self.dtype)
 
     def flat(self, state: dict[str, Tensor]) -> Tensor:
-        """theta from a state dict."""
+        """Theta from a state dict."""
         missing = [name for name in self.shapes if name not in state]
         if missing:
             raise Problem(f"the saved model lacks {', '.join(missing)}")
@@ -178,7 +180,7 @@ class Model:
         return theta
 
     def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
-        """theta as named tensors, each in its own memory."""
+        """Theta as named tensors, each in its own memory."""
         pieces = zip(self.shapes.items(), theta.split(self._sizes), strict=False)  # the last piece is padding
         return {name: piece.detach().reshape(shape).clone() for (name, shape), piece in pieces}
 
@@ -210,8 +212,8 @@ class Model:
             for name in self._buffers:
                 # Updated in place below, so a copy; adding a zero of x makes it a row per client where x is one.
                 parts[name] = parts[name] + torch.zeros_like(x.reshape(-1)[0], dtype=self.dtype)
-            for name in self._normed if weight is not None else ():
-                parts[f"{name}.samples"] = weight
+            if weight is not None:
+                parts |= {f"{name}.samples": weight for name in self._normed}
             for name in self._keyed:
                 if key is None:
                     raise RuntimeError("dropout in training needs the batch's key: pass key=batch.key")
@@ -222,26 +224,29 @@ class Model:
             theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
         return out, theta
 
-    def _find_slots(self, net: nn.Module) -> dict[str, list[tuple[dict[str, Any], str]]]:
-        """Where each tensor of the network is looked up: its module's own dictionaries."""
-        slots: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    def _find_slots(self, net: nn.Module) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
+        """Where each tensor of the network is looked up: its module's own dictionaries, and what is in them."""
+        slots: dict[str, list[tuple[dict[str, Any], str, Tensor]]] = {}
         names = {id(t): name for name, t in [*net.named_parameters(), *net.named_buffers()]}
         for module in net.modules():
             for table in (module._parameters, module._buffers):
                 for key, tensor in table.items():
                     if tensor is not None:
-                        slots.setdefault(names[id(tensor)], []).append((table, key))  # tied weights: two slots
+                        slots.setdefault(names[id(tensor)], []).append((table, key, tensor))  # tied weights: two slots
         return slots
 
     def _call(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x) or any(map(_wrapped, parts.values())):
             return functional_call(self._nets[mode], parts, (x,), options)
         # The same call without functional_call's bookkeeping, which costs as much as a small network does.
-        slots = self._slots[mode]
-        for name, tensor in parts.items():
-            for table, key in slots[name]:
-                table[key] = tensor
-        return self._nets[mode](x, **options)
+        filled = [(slot, tensor) for name, tensor in parts.items() for slot in self._slots[mode][name]]
+        for (table, key, _), tensor in filled:
+            table[key] = tensor
+        try:
+            return self._nets[mode](x, **options)
+        finally:
+            for (table, key, own), _ in filled:
+                table[key] = own
 
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of a batch, and theta with fresh statistics."""

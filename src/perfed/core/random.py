@@ -57,7 +57,7 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
 
 
 def shuffle(key: Tensor, size: Tensor, longest: int) -> Tensor:
-    """Permutations of range(size), one row per key; what lies beyond a row's size is filled with -1. [rows, longest]."""
+    """Permutations of range(size), one row per key; -1 beyond a row's size. [rows, longest]."""
     place = torch.arange(longest, device=key.device)
     inside = place < size[:, None]
     ticket = _mix(key[:, None] + GOLDEN * (place + 1))

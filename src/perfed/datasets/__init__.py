@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfed.config import DataConfig
@@ -27,15 +28,24 @@ _FILE = {"mnist": "images", "fashion-mnist": "images", "cifar10": "images", "cif
 
 def load(config: DataConfig, seed: int) -> Clients:
     """The clients that `config` describes. The same seed gives the same clients, row by row."""
+    check(config)
+    source = importlib.import_module(f"perfed.datasets.{_FILE.get(config.name, config.name)}")
+    pool = source.load(config, seed)
+    from perfed.datasets.split import assemble  # imports torch
+
+    return assemble(pool, partition(pool, config, seed), config, seed)
+
+
+def check(config: DataConfig) -> None:
+    """Refuse what can be refused without reading a file."""
     if config.name not in DATASETS:
         raise Problem(f"data.name: there is no data set '{config.name}'{nearest(config.name, DATASETS)}")
     if config.test + config.val >= 1:
         raise Problem(
             f"data.test + data.val must be below 1 to leave training samples, not {config.test:g} + {config.val:g}"
         )
-    scheme(config)  # a wrong partition is reported before a long load
-    source = importlib.import_module(f"perfed.datasets.{_FILE.get(config.name, config.name)}")
-    pool = source.load(config, seed)
-    from perfed.datasets.split import assemble  # imports torch
-
-    return assemble(pool, partition(pool, config, seed), config, seed)
+    scheme(config)
+    if config.name == "folder" and config.dir is None:
+        raise Problem("data set 'folder' needs --data-dir: the folder with one file per client, or one table")
+    if config.dir is not None and not Path(config.dir).expanduser().exists():
+        raise Problem(f"data.dir: there is no folder '{config.dir}'")

@@ -46,7 +46,9 @@ def pick_engine(run: RunConfig, device: str, cohort: int) -> str:
     if run.engine == "workers" and not device.startswith("cpu"):
         raise Problem("the engine 'workers' trains on the CPU: use --device cpu, or --engine vectorised on a GPU")
     if run.engine == "workers" and not hasattr(os, "fork"):
-        raise Problem("the engine 'workers' needs processes that fork, which this system lacks: use --engine sequential")
+        raise Problem(
+            "the engine 'workers' needs processes that fork, which this system lacks: use --engine sequential"
+        )
     if run.engine != "auto":
         return run.engine
     if device.startswith("cuda"):

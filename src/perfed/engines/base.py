@@ -68,12 +68,10 @@ class Engine(ABC):
         return derive(self.seed, *parts).to(self.method.model.device)
 
     @abstractmethod
-    def _each(
-        self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
         """Stacked results of `task(state, down, data, key)` for each client; 'state' stays a list of states."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most engines hold nothing)
         """Give back what the engine holds."""
 
 

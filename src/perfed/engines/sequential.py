@@ -27,9 +27,7 @@ class Sequential(Engine):
         data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype)
         return task(state, down, data, key)
 
-    def _each(
-        self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
         each = [
             self.one(task, key, id, state, Down(down.shared, rows(down.own, row)))
             for row, (id, state) in enumerate(zip(ids, states, strict=True))

@@ -51,9 +51,7 @@ class Vectorised(Engine):
         """Share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
-    def _each(
-        self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
         size = self.clients.train.size
         order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # alike clients share a block
         step = self.block or len(order)
@@ -119,13 +117,13 @@ class BlockData(Data):
         inside, form = flatten((carry, given))
         carried, carry_form = flatten(carry)
         out = _Fold.apply(self.block, step, form, len(carried), plan, self.key, *inside)
-        return unflatten(list(out), carry_form)  # pyright: ignore[reportArgumentType]
+        return unflatten(list(out), carry_form)
 
     def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
         inside, form = flatten(given)
         result = _Result()
         out = _Mean.apply(self.block, fn, form, result, split, self.key, *inside)
-        return unflatten(list(out), result.form)  # pyright: ignore[reportArgumentType]
+        return unflatten(list(out), result.form)
 
 
 class _Result:
@@ -138,7 +136,7 @@ class _Loop(torch.autograd.Function):
     """An operation that only exists for a block: outside vmap there is nothing to do it for."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
+    def forward(*args: Any) -> Any:  # noqa: ARG004
         raise RuntimeError("a block's loop ran outside vmap")
 
     @staticmethod
@@ -159,7 +157,9 @@ def _active(totals: list[int], step: int) -> int:
 
 class _Fold(_Loop):
     @staticmethod
-    def vmap(info: Any, in_dims: Any, block: Block, step: Any, form: Any, carried: int, plan: Plan, key: Any, *inside):
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: Any, block: Block, step: Any, form: Any, carried: int, plan: Plan, key: Any, *inside
+    ):
         count = info.batch_size
         inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
         batched = [at < carried or d is not None for at, d in enumerate(in_dims[6:])]
@@ -222,7 +222,9 @@ def _table(key: Tensor, size: list[int], totals: list[int], plan: Plan) -> Tenso
         fill = plan.batches(longest) * plan.batch_size - longest
         orders.append(torch.nn.functional.pad(order, (0, fill), value=-1).unflatten(1, (-1, plan.batch_size)))
     last = torch.tensor(totals, device=key.device)[:, None] - 1
-    step = torch.minimum(torch.arange(totals[0], device=key.device)[None], last)  # finished rows repeat their last batch
+    step = torch.minimum(
+        torch.arange(totals[0], device=key.device)[None], last
+    )  # finished rows repeat their last batch
     row = torch.arange(len(size), device=key.device)[:, None]
     table = torch.stack(orders, 1)[row, step // per_epoch, step % per_epoch]
     return table[..., : min(plan.batch_size, longest)]
@@ -230,7 +232,9 @@ def _table(key: Tensor, size: list[int], totals: list[int], plan: Plan) -> Tenso
 
 class _Mean(_Loop):
     @staticmethod
-    def vmap(info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside):
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
+    ):
         count = info.batch_size
         batched = [d is not None for d in in_dims[6:]]
         inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
@@ -317,8 +321,8 @@ class Runner:
 
         # Dynamo counts recompilations per code object and vmap's wrapper is one object for all: each step gets its own.
         run.__code__ = run.__code__.replace(co_name=f"step_{len(self.compiled)}")
-        backend = {"backend": self.compile} if isinstance(self.compile, str) else {}
-        return torch.compile(run, fullgraph=True, dynamic=False, **backend)
+        backend = self.compile if isinstance(self.compile, str) else "inductor"
+        return torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
 
 
 def _with_lr(method: Method, lr: Any) -> Method:

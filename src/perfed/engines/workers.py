@@ -40,7 +40,7 @@ class Memory:
     """A piece of memory that parent and worker both see; it grows as needed."""
 
     def __init__(self) -> None:
-        shared = Path("/dev/shm")  # noqa: S108 (memory, not a temporary file)
+        shared = Path("/dev/shm")
         self.file = tempfile.TemporaryFile(dir=shared if shared.is_dir() else None)  # noqa: SIM115
         self.map: mmap.mmap | None = None
 
@@ -51,6 +51,10 @@ class Memory:
             # The old map is dropped, not closed: tensors may still look at it.
             self.map = mmap.mmap(self.file.fileno(), os.fstat(self.file.fileno()).st_size)
         return self.map
+
+    def close(self) -> None:
+        """Give the memory back; what was read stays valid."""
+        self.file.close()
 
     def write(self, tree: Any) -> dict[str, Any]:
         """Put a tree of tensors here; the note says how to read it."""
@@ -107,12 +111,11 @@ class Workers(Sequential):
     def __init__(self, *args: Any, workers: int = 0, **options: Any):
         super().__init__(*args, **options)
         self.count = workers or cores()
-        self.shared = Memory()
+        self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
-    def _each(
-        self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
+        self.shared = self.shared or Memory()  # before the workers: they inherit it
         while len(self.workers) < self.count:
             self.workers.append(_Worker(self, self.workers))
         shared = self.shared.write(down.shared)
@@ -152,11 +155,15 @@ class Workers(Sequential):
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
+            worker.inbox.close()
+            worker.outbox.close()
             worker.process.join(timeout=5)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
-        self.workers = []
+        if self.shared is not None:
+            self.shared.close()
+        self.workers, self.shared = [], None
 
 
 def _describe(task: Task) -> dict[str, Any]:
@@ -171,6 +178,8 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
     for other in parents:
         other.close()  # or this end would never see the parent go
     torch.set_num_threads(1)
+    shared = engine.shared
+    assert shared is not None  # made before this process was
     while True:
         try:
             message = json.loads(pipe.recv_bytes())
@@ -181,7 +190,7 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
             method, wire = engine.method, engine.wire
             task = _Evaluation(method, tuple(how["splits"]), how["keep"]) if how else _Training(method, wire)
             state, own = inbox.read(message["note"])
-            down = Down(engine.shared.read(message["shared"]), own)
+            down = Down(shared.read(message["shared"]), own)
             answer = outbox.write(engine.one(task, torch.tensor(message["key"]), message["id"], state, down))
         except Exception as error:
             text = str(error) if isinstance(error, Problem) else f"{error}\n{traceback.format_exc()}"

@@ -27,10 +27,10 @@ class Ditto(FedAvg):
         g, fresh = self.gradient(v, batch)
         return g + self.lam * self.pull(v, w), fresh
 
-    def local(self, v, down, data):
-        v = self.descend(v, data, self.pulled, down.shared)
+    def local(self, client, down, data):
+        v = self.descend(client, data, self.pulled, down.shared)
         w = self.descend(down.shared, data)
         return v, Up(mean=w - down.shared)
 
-    def personalise(self, v, down, data):
-        return v
+    def personalise(self, client, down, data):
+        return client

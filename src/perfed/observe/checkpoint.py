@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+
+from torch import Tensor
 
 from perfed import files
 from perfed.core.errors import Problem
@@ -40,8 +43,10 @@ class Checkpoints:
             old.unlink()
 
 
-def restore(folder: Path, federation: Federation, notice) -> dict[str, int] | None:
+def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
     """Set the federation to its newest whole checkpoint; returns the logs' lengths, None where there is none."""
+    device = federation.method.model.device
+    here = lambda tree: tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
     found = sorted((folder / "checkpoints").glob("round_*.safetensors"), reverse=True)
     for at, path in enumerate(found):
         try:
@@ -51,10 +56,9 @@ def restore(folder: Path, federation: Federation, notice) -> dict[str, int] | No
                 raise
             notice(f"{problem}; going back to the checkpoint before it")
             continue
-        device = federation.method.model.device
         federation.round = state["round"]
-        federation.server = tree_map(lambda t: t.to(device) if hasattr(t, "to") else t, state["server"])
-        federation.states = {int(id): tree_map(lambda t: t.to(device), s) for id, s in state["states"].items()}
+        federation.server = here(state["server"])
+        federation.states = {int(id): here(one) for id, one in state["states"].items()}
         federation.traffic = Traffic(**state["traffic"])
         return state["logs"]
     return None

@@ -1,7 +1,7 @@
 """What may happen to an upload between a client and the server.
 
-A transform is a function `(up, key) -> up` of ONE client's upload, applied by every engine right after `local`; `key` is
-the randomness of this client and round. Clipping, noise, quantisation and masks belong here, never in a method.
+A transform is a function `(up, key) -> up` of ONE client's upload, applied by every engine right after `local`; `key`
+is the randomness of this client and round. Clipping, noise, quantisation and masks belong here, never in a method.
 """
 
 from __future__ import annotations

@@ -1,0 +1,54 @@
+"""perfed from Python: run, load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from perfed.config import Config, from_dict, place_flags
+from perfed.results import Run
+
+
+def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **settings: Any) -> Run:
+    """Train methods and return the finished run; settings are named as on the command line.
+
+    `perfed.run("pgfed", data="digits", rounds=10, lr=0.05, mu=0.1)`
+    """
+    raw = place_flags(settings, list(methods))
+    console = Console(stderr=True, quiet=quiet)
+    return start(from_dict(raw), None if out is None else Path(out), console)
+
+
+def start(config: Config, out: Path | None, console: Console) -> Run:
+    """A new run of a configuration."""
+    from perfed.run import create, prepare, train
+
+    experiment = prepare(config)
+    folder = create(experiment, out)
+    train(experiment, folder, console)
+    return finish(folder)
+
+
+def resume(folder: Path, console: Console) -> Run:
+    """Continue a run that was stopped; a finished one is left as it is."""
+    from perfed.run import prepare, read_config, train
+
+    experiment = prepare(read_config(folder))
+    train(experiment, folder, console)
+    return finish(folder)
+
+
+def finish(folder: Path) -> Run:
+    """The report of a run all of whose methods are done."""
+    from perfed.report.folder import write_report
+
+    finished = Run(folder)
+    write_report(finished)
+    return finished
+
+
+def load(path: str | Path) -> Run:
+    """Open a run folder."""
+    return Run(path)

@@ -1,0 +1,419 @@
+"""The command: thin, one function per verb. Wrong input ends in one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from perfed import __version__, catalog
+from perfed.config import Config, assign, flags, from_dict, place_flags, read_toml
+from perfed.core.errors import Problem, nearest
+
+app = typer.Typer(
+    name="perfed",
+    help="Personalised federated learning: many clients train together, each ends with a model of its own.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+UsageMistake: Any = typer.BadParameter.__mro__[2]  # click's base of all usage errors, wherever typer has click from
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Out = Annotated[Path | None, typer.Option(help="Folder to make for this run (default: a new one in ./runs).")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="TOML file with settings.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="Override one setting: section.key=value.")]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)]
+Methods = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[METHOD]...", help="Names or files of methods, and settings of theirs: pgfed --mu 0.05."),
+]
+_UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}  # --mu belongs to a method: looked up there
+
+
+def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb one option for every field of the configuration and every common hyper-parameter."""
+    fields = {name: (one.type, one.default, one.metadata["meaning"]) for name, (_, one) in flags().items()}
+    fields |= {name: (f.type, f.default, f.meaning) for name, f in catalog.common().items()}
+
+    def wrapper(**given: Any) -> None:
+        settings = {name: given.pop(name) for name in fields}
+        verb(settings={name: value for name, value in settings.items() if value is not None}, **given)
+
+    own = [p for name, p in inspect.signature(verb, eval_str=True).parameters.items() if name != "settings"]
+    options = []
+    for name, (kind, default, meaning) in fields.items():
+        shown = "" if default in ("", None) or "default" in meaning else f" [default: {str(default).lower()}]"
+        hint = Annotated[(bool if str(kind) == "bool" else str) | None, typer.Option(help=meaning + shown)]
+        options.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    wrapper.__signature__ = inspect.Signature([*own, *options])
+    wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+    wrapper.__doc__, wrapper.__name__ = verb.__doc__, verb.__name__
+    return wrapper
+
+
+def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Method names, and the options among them that click does not know."""
+    names: list[str] = []
+    extra: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            names += [name for name in word.split(",") if name]
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        key = name.replace("-", "_")
+        if not equals:
+            value = next(rest, "")
+            if not value or value.startswith("--"):
+                known = {*flags(), *catalog.common()} | {k for e in catalog.methods().values() for k in e.fields}
+                if key not in known:
+                    raise Problem(f"there is no option '--{name}'{nearest(key, known - set(catalog.RUN_SETS))}")
+                raise Problem(f"option '--{name}' needs a value")
+        extra[key] = value
+    return names, extra
+
+
+def _configure(
+    words: list[str] | None, config: Path | None, sets: list[str] | None, settings: dict[str, Any]
+) -> Config:
+    """File, then --set, then options; checked as far as that goes without torch."""
+    names, extra = _split(words or [])
+    raw = read_toml(config) if config else {}
+    for text in sets or []:
+        assign(raw, text)
+    made = from_dict(place_flags({**settings, **extra}, names, raw))
+    from perfed import datasets, models
+
+    datasets.check(made.data)
+    models.check_name(made.model.name)
+    return made
+
+
+def _console(json_wanted: bool, quiet: bool = False) -> Console:
+    """Where words for people go: not where JSON goes."""
+    console = Console(stderr=json_wanted, quiet=quiet, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = 120  # a file or a pipe has no edge
+    return console
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+
+
+@contextmanager
+def _interruptible(resume: Callable[[], Path | None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end with the command that continues the run."""
+    code = 130
+
+    def stop(*_: Any) -> None:
+        nonlocal code
+        code = 143
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        folder = resume()
+        sys.stderr.write("\nstopped" + (f"; continue with: perfed resume {folder}\n" if folder else "\n"))
+        raise typer.Exit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ending(console: Console, run: Any, json_wanted: bool) -> None:
+    """The table, and where to find things."""
+    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, rich_table
+
+    one = run.clients()[0]
+    console.print()
+    console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
+    console.print(f"\nreport   {run.path / 'report'}")
+    console.print(
+        f"models   {one.path.parent.parent}/<client>/model.safetensors   ({len(run.about['clients'])} clients)"
+    )
+    load = f"perfed.load('{run.path}').client('{one.about['folder']}').model()"
+    console.print(f'load     python -c "import perfed; print({load})"')
+    if json_wanted:
+        _print_json({"run": str(run.path), "methods": run.summary()})
+
+
+@app.command(context_settings=_UNKNOWN)
+@_with_settings
+def run(
+    methods: Methods = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    out: Out = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Train methods beside Local and compare them. Without arguments: digits, 20 clients, Local, FedAvg, PGFed."""
+    made, console = _configure(methods, config, sets, settings), _console(json, quiet)
+    _new_folder(out)
+    from perfed import api
+    from perfed.run import create, prepare, train
+
+    experiment = prepare(made)
+    folder = create(experiment, out)
+    with _interruptible(lambda: folder):
+        _heading(console, folder, experiment)
+        train(experiment, folder, console)
+        _ending(_console(json), api.finish(folder), json)
+
+
+def _new_folder(out: Path | None) -> None:
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Problem(f"'{out}' exists already; choose another --out, or continue it with `perfed resume {out}`")
+
+
+def _heading(console: Console, folder: Path, experiment: Any) -> None:
+    config, clients = experiment.config, experiment.clients
+    held = [len(set(y.tolist())) for y in clients.train.y.cpu().split(list(clients.train.size))]
+    alpha = f" {config.data.alpha:g}" if config.data.partition == "dirichlet" else ""
+    sizes = clients.train.size
+    where = f"{experiment.engine} on {experiment.device}"
+    console.print(f"perfed {__version__}  {folder}  seed {config.run.seed}  {where}")
+    console.print(
+        f"data     {config.data.name}  {len(clients)} clients  {config.data.partition}{alpha}  "
+        f"classes per client {min(held)}-{max(held)}  training samples {min(sizes)}-{max(sizes)}"
+    )
+
+
+@app.command()
+def resume(run: RunFolder, json: Json = False, quiet: Quiet = False) -> None:
+    """Continue a run (or a comparison) that was stopped; it ends as if it had never been."""
+    from perfed.compare import is_comparison
+
+    console = _console(json, quiet)
+    with _interruptible(lambda: run):
+        if is_comparison(run):
+            _compared(run, console, json)
+            return
+        from perfed import api
+
+        _ending(_console(json), api.resume(run, console), json)
+
+
+@app.command(context_settings=_UNKNOWN)
+@_with_settings
+def compare(
+    methods: Methods = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds, counted up from --seed.", min=1, max=1000)] = 3,
+    out: Out = None,
+    json: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Several methods under several seeds: mean and deviation, gain over Local with a Wilcoxon test."""
+    made, console = _configure(methods, config, sets, settings), _console(json, quiet)
+    _new_folder(out)
+    from perfed.compare import create
+
+    folder = create(made, seeds, out)
+    with _interruptible(lambda: folder):
+        _compared(folder, console, json)
+
+
+def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
+    from perfed.compare import HEADINGS, carry_out, lines
+    from perfed.report.tables import rich_table
+
+    result = carry_out(folder, console)
+    talk = _console(json_wanted)
+    talk.print()
+    talk.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
+    talk.print(f"\nreport   {folder / 'compare.md'}")
+    if json_wanted:
+        _print_json(result)
+
+
+@app.command(name="list")
+def list_(
+    kind: Annotated[str, typer.Argument(help="methods, datasets, partitions, models or engines")] = "methods",
+    json: Json = False,
+) -> None:
+    """What there is to choose from."""
+    from perfed import datasets, engines, models, partition
+
+    tables = {
+        "methods": {name: entry.summary for name, entry in catalog.methods().items()},
+        "datasets": datasets.DATASETS,
+        "partitions": partition.PARTITIONS,
+        "models": models.MODELS,
+        "engines": engines.ENGINES,
+    }
+    if kind not in tables:
+        raise Problem(f"there is no list of '{kind}'{nearest(kind, tables)}")
+    if json:
+        _print_json({kind: [_method(e) for e in catalog.methods().values()] if kind == "methods" else tables[kind]})
+        return
+    for name, meaning in tables[kind].items():
+        _console(False).print(f"{name:<14} {meaning}", markup=False)
+
+
+def _method(entry: catalog.Entry) -> dict[str, Any]:
+    known = [f for name, f in entry.fields.items() if name not in catalog.RUN_SETS]
+    fields = [
+        {"name": f.name, "type": f.type, "default": f.default, "range": f.range, "meaning": f.meaning} for f in known
+    ]
+    about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
+    return {**about, "evaluates": entry.evaluates, "hyperparameters": fields}
+
+
+Method = Annotated[str | None, typer.Option(help="Method of the run (default: the last one).")]
+
+
+@app.command()
+def models(run: RunFolder, method: Method = None, json: Json = False) -> None:
+    """Every client's model: its accuracy and its file."""
+    from perfed.api import load
+
+    opened = load(run)
+    clients = opened.clients(method)
+    if json:
+        found = [{"client": c.name, "accuracy": c.accuracy, "path": str(c.path)} for c in clients]
+        _print_json({"run": str(run), "method": clients[0].method, "models": found})
+        return
+    from perfed.report.tables import score
+
+    for c in clients:
+        _console(False).print(f"{c.name:<20} {score(c.accuracy):>6}   {c.path}", markup=False)
+
+
+@app.command()
+def predict(
+    run: RunFolder,
+    client: Annotated[str, typer.Option(help="The client's name.")],
+    input: Annotated[Path, typer.Option(help=".npz with x, .npy, or .csv with one sample per line.")],
+    method: Method = None,
+    json: Json = False,
+) -> None:
+    """Classes that a client's model predicts for the samples of a file."""
+    from perfed.api import load
+    from perfed.samples import read_samples
+
+    one = load(run).client(client, method)
+    predicted = one.predict(read_samples(input, tuple(one.run.about["shape"]))).tolist()
+    if json:
+        _print_json({"client": one.name, "method": one.method, "predictions": predicted})
+        return
+    for label in predicted:
+        _console(False).print(label)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The method's name; writes NAME.py here.", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Write a method file to edit."""
+    from perfed.template import write_method
+
+    path = write_method(name)
+    if json:
+        _print_json({"file": str(path)})
+    else:
+        _console(False).print(f"{path}\nedit it, then: perfed check {path}, perfed run ./{path}", markup=False)
+
+
+@app.command()
+def check(
+    file: Annotated[str, typer.Argument(help="A method's file, or its name.", show_default=False)], json: Json = False
+) -> None:
+    """Run the contract tests on a method."""
+    entry = catalog.find(file)
+    from perfed.contract import check_method
+
+    console, results = _console(json), []
+    for title, error in check_method(entry):
+        results.append({"check": title, "ok": error is None, "error": error})
+        console.print(
+            f"{'ok    ' if error is None else 'FAILED'} {title}" + ("" if error is None else f": {error}"), markup=False
+        )
+    failed = sum(not r["ok"] for r in results)
+    if json:
+        _print_json({"method": entry.name, "checks": results, "failed": failed})
+    if failed:
+        sys.stderr.write(f"perfed: {entry.name} fails {failed} of {len(results)} checks\n")
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What this machine has, and what perfed would make of it."""
+    from perfed.machine import findings
+
+    found = findings()
+    if json:
+        _print_json(found)
+        return
+    for key, value in found.items():
+        _console(False).print(f"{key:<12} {value}", markup=False)
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        sys.stdout.write(f"perfed {__version__}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+def main() -> None:
+    """The `perfed` command."""
+    debug = "--debug" in sys.argv
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    try:
+        code = app(words, standalone_mode=False, prog_name="perfed")
+    except Problem as problem:
+        code = _complain(str(problem))
+    except UsageMistake as mistake:
+        text = mistake.format_message()
+        verb = re.match(r"No such command '([^']*)'", text)
+        code = _complain(f"there is no command '{verb[1]}'{nearest(verb[1], _verbs())}" if verb else text)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except BrokenPipeError:
+        code = 1
+    except OSError as error:  # a full disk, a folder without permission, a name too long
+        if debug:
+            raise
+        code = _complain(f"{error.strerror or error}" + (f": '{error.filename}'" if error.filename else ""))
+    except Exception as error:
+        if debug:
+            raise
+        sys.stderr.write(f"perfed: {type(error).__name__}: {error} (a bug? --debug shows where)\n")
+        code = 1
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _verbs() -> list[str]:
+    return [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
+
+
+def _complain(text: str) -> int:
+    sys.stderr.write("perfed: " + " ".join(text.split()) + "\n")
+    return 2

@@ -1,0 +1,117 @@
+"""Several methods under several seeds: one run folder per seed, one table over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from perfed import files
+from perfed.config import Config, from_dict, read_toml, to_toml
+from perfed.core.errors import Problem
+from perfed.report.tables import markdown, signed, size
+from perfed.results import Run, compare
+from perfed.run import BASELINE
+
+PLAN = "compare.json"
+HEADINGS = ("", "mean", "weighted", "worst tenth", "gain over Local", "better", "worse", "p", "down", "up")
+
+
+def is_comparison(folder: Path) -> bool:
+    """Whether a folder holds a comparison rather than one run."""
+    return (folder / PLAN).is_file()
+
+
+def create(config: Config, seeds: int, out: Path | None) -> Path:
+    """A folder for a comparison; its runs come later."""
+    from perfed.run import prepare
+
+    prepare(config)  # what is wrong is found before anything is written
+    unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
+    folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"cannot make the folder '{folder}': {error.strerror}") from None
+    files.write(folder / "compare.toml", to_toml(_absolute(config)))
+    files.write_json(folder / PLAN, {"seeds": [config.run.seed + at for at in range(seeds)]})
+    return folder
+
+
+def _absolute(config: Config) -> Config:
+    return dataclasses.replace(
+        config,
+        methods=tuple(
+            str(e.file) if n.endswith(".py") else n for n, e in zip(config.methods, config.entries(), strict=True)
+        ),
+    )
+
+
+def carry_out(folder: Path, console: Console) -> dict[str, Any]:
+    """Run what is missing, then write and return the comparison."""
+    from perfed import api
+
+    config = from_dict(read_toml(folder / "compare.toml"))
+    runs = []
+    for seed in files.read_json(folder / PLAN)["seeds"]:
+        place = folder / f"seed_{seed}"
+        console.print(f"seed {seed}")
+        if (place / "config.toml").exists():
+            runs.append(api.resume(place, console))
+        else:
+            seeded = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed))
+            runs.append(api.start(seeded, place, console))
+    result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
+    files.write_json(folder / "result.json", result)
+    files.write(
+        folder / "compare.md", f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
+    )
+    return result
+
+
+def _about(config: Config, runs: list[Run]) -> str:
+    seeds = ", ".join(str(run.config.run.seed) for run in runs)
+    return (
+        f"{config.data.name}, {len(runs[0].about['clients'])} clients, {config.run.rounds} rounds, seeds {seeds}. "
+        "Mean and deviation over seeds of the clients' mean test accuracy; gain, better, worse and p (Wilcoxon "
+        "signed-rank) over all clients of all seeds, each against Local with the same client and seed."
+    )
+
+
+def _one(runs: list[Run], method: str) -> dict[str, Any]:
+    each = [next(s for s in run.summary() if s["method"] == method) for run in runs]
+    over = lambda key: [one["accuracy"][key] for one in each]
+    accuracy = {key: {"mean": float(np.mean(over(key))), "std": _deviation(over(key))} for key in each[0]["accuracy"]}
+    gain = None
+    if method != BASELINE and BASELINE in runs[0].entries:
+        pooled = [np.concatenate([run.accuracies(name) for run in runs]) for name in (method, BASELINE)]
+        gain = compare(*pooled)
+    sent = {way: int(np.mean([one["bytes"][way] for one in each])) for way in ("down", "up")}
+    seconds = round(sum(one["seconds"] for one in each), 3)
+    about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
+    return {**about, "seconds": seconds, "runs": [one["run"] for one in each]}
+
+
+def _deviation(values: list[float]) -> float:
+    """Deviation over seeds, of the sample; 0 for a single seed."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
+def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells of the comparison, one line per method."""
+    out = []
+    for one in result["methods"]:
+        cells = [f"{v['mean']:.3f} ± {v['std']:.3f}" for k, v in one["accuracy"].items() if k != "std"]
+        gain = one["gain"]
+        versus = ("-",) * 4
+        if gain is not None:
+            p = "n/a" if gain["p"] is None else f"{gain['p']:.3g}"
+            versus = (signed(gain["mean"]), str(gain["better"]), str(gain["worse"]), p)
+        out.append((one["title"], *cells, *versus, size(one["bytes"]["down"]), size(one["bytes"]["up"])))
+    return out

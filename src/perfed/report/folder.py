@@ -1,0 +1,31 @@
+"""Writes the report folder of a finished run, and a card beside every model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perfed import files
+from perfed.report.picture import picture
+from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown
+from perfed.results import Run
+
+
+def write_report(run: Run) -> Path:
+    """summary.md, clients.csv and accuracy.png in <run>/report; card.md in every client's folder."""
+    folder = run.path / "report"
+    folder.mkdir(exist_ok=True)
+    data, config = run.config.data, run.config.run
+    about = (
+        f"# {run.path.name}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, network "
+        f"{run.config.model.name}, {config.rounds} rounds, participation {config.participation:g}, "
+        f"seed {config.seed}.\nAccuracy: last round, each client's model on its own test samples. Gain: accuracy minus "
+        "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
+    )
+    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + "\n![accuracy](accuracy.png)\n")
+    files.write(folder / "clients.csv", clients_csv(run))
+    files.write(folder / "accuracy.png", picture(run))
+    for summary in run.summary():
+        for id, client in enumerate(run.about["clients"]):
+            home = run.path / summary["method"] / "clients" / client["folder"]
+            files.write(home / "card.md", card(run, summary["method"], id, summary))
+    return folder

@@ -1,0 +1,105 @@
+"""Tables: on the terminal with rich, in files as Markdown and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+from rich.table import Table
+
+from perfed.results import Run
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def score(value: float | None) -> str:
+    """An accuracy, or n/a where there were no samples."""
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def signed(value: float | None) -> str:
+    """A difference of accuracies."""
+    return "n/a" if value is None else f"{value:+.3f}"
+
+
+HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
+ON_TERMINAL = 9  # the first columns: what fits into 80 characters
+
+
+def lines(run: Run) -> list[tuple[str, ...]]:
+    """The cells of the comparison table, one line per method (and per further model that a method evaluates)."""
+    out = []
+    for one in run.summary():
+        gain, sent = one["gain"], one["bytes"]
+        accuracy = [score(one["accuracy"][k]) for k in ("mean", "weighted", "worst10")]
+        better = ("-", "-", "-")
+        if gain is not None:
+            known = f"{gain['better']} of {one['clients']}"
+            better = (known, signed(gain["mean"]), "n/a" if gain["p"] is None else f"{gain['p']:.3f}")
+        *better, p = better
+        tail = (size(sent["down"]), size(sent["up"]), p, f"{one['seconds']:.1f} s")
+        out.append((one["title"], one["evaluates"], *accuracy, *better, *tail))
+        for name, other in one["others"].items():
+            cells = [score(other[k]) for k in ("mean", "weighted", "worst10")]
+            out.append((f"  {name}", "", *cells, "", "", "", "", "", ""))
+    return out
+
+
+def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: int | None = None) -> Table:
+    """A table for the terminal; long headings take two lines."""
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
+    for at, heading in enumerate(headings[:columns]):
+        table.add_column(heading.replace(" ", "\n", 1), justify="left" if at == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row[:columns])
+    return table
+
+
+def markdown(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """The same as Markdown."""
+    safe = lambda cell: cell.replace("|", "\\|").strip()
+    text = [" | ".join(map(safe, line)) for line in (headings, ("---",) * len(headings), *rows)]
+    return "".join(f"| {line} |\n" for line in text)
+
+
+def clients_csv(run: Run) -> str:
+    """One line per client: sizes and every method's test accuracy."""
+    out = io.StringIO()
+    write = csv.writer(out)
+    accuracy = {name: run.accuracies(name) for name in run.entries}
+    write.writerow(["client", "train", "val", "test", *accuracy])
+    for id, client in enumerate(run.about["clients"]):
+        sizes = [client[split] for split in ("train", "val", "test")]
+        scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in accuracy.values()]
+        write.writerow([_cell(client["name"]), *sizes, *scores])
+    return out.getvalue()
+
+
+def _cell(name: str) -> str:
+    # A name from outside must not become a formula in somebody's spreadsheet.
+    return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
+
+
+def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
+    """What a model is, for whoever finds its file."""
+    client = run.about["clients"][id]
+    name = client["name"].replace("`", "'").replace("\n", " ").replace("\r", " ")
+    scores = {entry: run.accuracies(entry)[id] for entry in run.entries}
+    rows = [(run.entries[entry].title, "n/a" if s != s else f"{s:.3f}") for entry, s in scores.items()]
+    return (
+        f"# Model of client `{name}`, trained with {summary['title']}\n\n"
+        f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
+        f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
+        f"Test accuracy on this client's own samples, last round:\n\n"
+        + markdown(("method", "accuracy"), rows)
+        + "\nLoad it from the run folder (three folders up):\n\n```python\nimport perfed\n\n"
+        + f"model = perfed.load(RUN).client({client['folder']!r}, {method!r}).model()\n```\n"
+    )

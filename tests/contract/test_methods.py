@@ -1,0 +1,80 @@
+"""Every method on every engine, with no code per method."""
+
+import pytest
+
+from perfed import contract
+from perfed.catalog import methods
+
+METHODS = list(methods().values())
+each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
+
+
+@each_method
+@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("engine", contract.ENGINES)
+def test_engine_equals_sequential(entry, network, engine):
+    contract.check_engines(entry, network, engine)
+
+
+@each_method
+def test_compiled_equals_plain(entry):
+    contract.check_compiled(entry)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("name", ["fedavg"])
+def test_inductor_equals_plain(name):
+    # Dropout under inductor: the compiler that once miscompiled hashed counters.
+    contract.check_compiled(methods()[name], backend="inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@each_method
+def test_inductor_equals_plain_for_all(entry):
+    contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"))
+
+
+@each_method
+def test_statistics_move(entry):
+    contract.check_statistics(entry)
+
+
+@each_method
+def test_nothing_is_changed_in_place(entry):
+    contract.check_pure(entry)
+
+
+@each_method
+def test_same_seed_same_result(entry):
+    contract.check_repeatable(entry)
+
+
+@each_method
+def test_state_survives_saving(entry):
+    contract.check_saved(entry)
+
+
+@each_method
+def test_states_keep_their_form(entry):
+    contract.check_stable(entry)
+
+
+@each_method
+def test_every_hyperparameter_matters(entry):
+    contract.check_settings(entry)
+
+
+@each_method
+def test_learns_where_clients_disagree(entry):
+    contract.check_learns(entry)
+
+
+@each_method
+def test_method_file_is_short_and_documented(entry):
+    text = entry.file.read_text()
+    assert len(text.splitlines()) <= 90, "a method file over 90 lines: what shared tool is missing in core?"
+    assert "super()" not in text
+    assert entry.summary
+    assert entry.name == "local" or "http" in entry.paper
+    assert all(field.meaning for field in entry.fields.values())

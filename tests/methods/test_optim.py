@@ -1,0 +1,136 @@
+"""Optimisers against PyTorch's, and the masks that keep a part out of them."""
+
+import pytest
+import torch
+from reference import World, norm_net, plain_net, same
+
+from perfed.core.data import ClientData
+from perfed.core.errors import Problem
+from perfed.core.optim import adam, adam_start, sgd
+from perfed.methods.fedavg import FedAvg
+
+STEPS = 10
+SGD = [
+    {},
+    {"weight_decay": 0.1},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+]
+
+
+def pull(theta):
+    """A gradient that depends on where it is taken, so that an error in a step is carried on."""
+    return torch.sin(3 * theta) + 0.3 * theta**2
+
+
+def with_torch(optimiser, parameter, gradient=pull):
+    for _ in range(STEPS):
+        parameter.grad = gradient(parameter.detach())
+        optimiser.step()
+    return parameter.detach()
+
+
+def start(n):
+    return torch.linspace(-2, 2, n, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("settings", [s for s in SGD if "weight_decay" not in s])
+def test_sgd(settings):
+    theta, velocity = start(20), torch.zeros(20, dtype=torch.float64)
+    parameter = torch.nn.Parameter(theta.clone())
+    for _ in range(STEPS):
+        theta, velocity = sgd(theta, velocity, pull(theta), 0.1, **settings)
+    same(theta, with_torch(torch.optim.SGD([parameter], lr=0.1, **settings), parameter))
+
+
+@pytest.mark.parametrize("settings", [{}, {"betas": (0.5, 0.9), "eps": 1e-3}])
+def test_adam(settings):
+    theta = start(20)
+    state, parameter = adam_start(theta), torch.nn.Parameter(theta.clone())
+    for _ in range(STEPS):
+        theta, state = adam(theta, state, pull(theta), 0.1, **settings)
+    same(theta, with_torch(torch.optim.Adam([parameter], lr=0.1, **settings), parameter))
+    assert float(state[2]) == STEPS
+
+
+def test_optimisers_write_into_nothing():
+    theta, g = start(8), torch.ones(8, dtype=torch.float64)
+    velocity, state = torch.full_like(theta, 0.5), adam_start(theta)
+    sgd(theta, velocity, g, 0.1, 0.9, True)
+    adam(theta, state, g, 0.1)
+    assert torch.equal(theta, start(8))
+    assert velocity.eq(0.5).all()
+    assert g.eq(1).all()
+    assert not any(t.any() for t in state)
+
+
+def descend(method, theta, only=None):
+    """Ten updates of a Method; gradients are 0 beyond the parameters, as Model.grad's are."""
+    state = method.start(theta)
+    for _ in range(STEPS):
+        theta, state = method.update(theta, state, method.model.weights.only(pull(theta)), only)
+    return theta, state
+
+
+def a_method(clients, build=plain_net, **settings):
+    return World(build, clients, lr=0.1, **({"weight_decay": 0.0} | settings)).federation(FedAvg).method
+
+
+def torch_optimiser(parameter, optimizer="sgd", **settings):
+    kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+    return kind([parameter], lr=0.1, **settings)
+
+
+UPDATES = [*SGD, {"optimizer": "adam"}, {"optimizer": "adam", "weight_decay": 0.1}]
+
+
+@pytest.mark.parametrize("settings", UPDATES)
+@pytest.mark.parametrize("build", [plain_net, norm_net])
+def test_update(build, settings, clients):
+    """Buffers get no step and no decay."""
+    method = a_method(clients, build, **settings)
+    theta, P = start(method.model.width), method.model.P
+    parameter = torch.nn.Parameter(theta[:P].clone())
+    found, _ = descend(method, theta)
+    same(found[:P], with_torch(torch_optimiser(parameter, **settings), parameter))
+    end = method.model.size
+    assert torch.equal(found[P:end], theta[P:end])
+
+
+@pytest.mark.parametrize("only", ["head", "body", "0.bias", "!head"])
+@pytest.mark.parametrize("settings", UPDATES)
+def test_update_of_a_part(settings, only, clients):
+    """Outside: not one bit of theta or of the optimiser's state; inside: as if the rest did not exist."""
+    method = a_method(clients, norm_net, **settings)
+    theta = start(method.model.width)
+    part = method.model.part(only)
+    inside = part.mask & method.model.weights.mask
+    parameter = torch.nn.Parameter(theta[inside].clone())
+    found, state = descend(method, theta, only)
+    same(found[inside], with_torch(torch_optimiser(parameter, **settings), parameter))
+    assert torch.equal(found[~inside], theta[~inside])
+    for tensor in (state,) if settings.get("optimizer", "sgd") == "sgd" else state[:2]:
+        assert not tensor[~inside].any()
+
+
+def test_part_of_a_network_in_training(clients):
+    """`descend` on the head: the body keeps its weights AND its statistics; on the body both move, the head stays."""
+    world = World(norm_net, clients, momentum=0.9)
+    method = world.federation(FedAvg).method
+    data = ClientData(clients, 0, torch.tensor(1), batch_size=7, epochs=2, dtype=torch.float64)
+    for only, frozen in (("head", "body"), ("body", "head")):
+        before = method.model.init(0)
+        moved = method.descend(before, data, only=only) != before
+        assert not moved[method.model.part(frozen).mask].any()
+        assert moved[method.model.part(only).mask].all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [({"nesterov": True}, "nesterov needs momentum"), ({"optimizer": "adam", "momentum": 0.9}, "belongs to sgd")],
+)
+def test_settings_that_contradict_each_other(wrong, why, clients):
+    with pytest.raises(Problem, match=why):
+        a_method(clients, **wrong)
