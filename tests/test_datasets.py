@@ -519,7 +519,7 @@ def test_wrong_table(tmp_path, text, sentence):
 
 
 def test_wrong_folder(tmp_path):
-    with pytest.raises(Problem, match=r"data set 'folder' needs data.dir"):
+    with pytest.raises(Problem, match=r"data set 'folder' needs --data-dir"):
         load(DataConfig(name="folder"), 0)
     with pytest.raises(Problem, match=r"data.dir: there is no folder '.*nowhere'"):
         own(tmp_path / "nowhere")

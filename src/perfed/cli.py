@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 import signal
 import sys
@@ -116,12 +117,13 @@ def _print_json(value: Any) -> None:
 @contextmanager
 def _interruptible(resume: Callable[[], Path | None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end with the command that continues the run."""
-    code = 130
+    code, owner = 130, os.getpid()
 
     def stop(*_: Any) -> None:
         nonlocal code
-        code = 143
-        raise KeyboardInterrupt
+        if os.getpid() == owner:  # forked workers inherit this; the one that started them decides
+            code = 143
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:

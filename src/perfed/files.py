@@ -66,6 +66,17 @@ def _digest(skeleton: str, tensors: list[Tensor]) -> str:
     return total.hexdigest()
 
 
+def tensor_file(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
+    """The bytes of a safetensors file; the same every time, though safetensors itself writes metadata in any order."""
+    content = save(tensors, about)
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+
 def save_tree(path: Path, tree: Any) -> None:
     """A tree of tensors and plain values, with a checksum."""
     skeleton, tensors = pack(tree)
@@ -73,7 +84,7 @@ def save_tree(path: Path, tree: Any) -> None:
     shapes = [list(t.shape) for t in pack(tree)[1]]
     text = json.dumps([skeleton, shapes])
     named = {str(at): t.clone() for at, t in enumerate(tensors)}
-    write(path, save(named, {"tree": text, "sha256": _digest(text, tensors)}))
+    write(path, tensor_file(named, {"tree": text, "sha256": _digest(text, tensors)}))
 
 
 def load_tree(path: Path) -> Any:

@@ -22,17 +22,18 @@ import dataclasses
 import hashlib
 import platform
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from rich.console import Console
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from perfed import catalog, files
@@ -237,7 +238,8 @@ def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None
         for name, theta in models.items():
             about = {"format": "pt", "method": place.name, "model": name}
             state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
-            files.write(home / f"{'model' if name == 'personal' else name}.safetensors", save(state, about))
+            path = home / f"{'model' if name == 'personal' else name}.safetensors"
+            files.write(path, files.tensor_file(state, about))
 
     return save_client
 
@@ -246,3 +248,15 @@ def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]
     """The network of a run folder and what its samples look like."""
     config, about = read_config(folder), files.read_json(folder / "clients.json")
     return make_network(config.model, tuple(about["shape"]), about["classes"]), about
+
+
+class _Callable(ModuleType):
+    """Importing this module puts it where the function `perfed.run` was; so it is that function, too."""
+
+    def __call__(self, *methods: str, **settings: Any) -> Any:
+        from perfed.api import run
+
+        return run(*methods, **settings)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,44 @@
+"""The table of methods: what each is, what it evaluates, and what it sends, measured from a run."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from perfed.catalog import Entry, methods
+from perfed.core.clients import Clients, Split
+from perfed.core.model import Model
+from perfed.engines.sequential import Sequential
+from perfed.federation import Federation
+from perfed.report.tables import markdown
+
+ROUNDS, COHORT, FEATURES, CLASSES = 2, 4, 300, 10
+HEADINGS = ("name", "method", "idea", "evaluated", "down", "up")
+
+
+def traffic(entry: Entry) -> dict[str, float]:
+    """Numbers sent per participant and round, in multiples of the model's P, measured in the last of two rounds."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(COHORT * 8, FEATURES, generator=draw)
+    split = Split(x, torch.randint(0, CLASSES, (len(x),), generator=draw), (8,) * COHORT)
+    clients = Clients(tuple("abcd"), split, split, split, CLASSES)
+    build = lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    federation = Federation(Sequential(entry.load()(Model(build), epochs=1, lr=0.01, cohort=COHORT), clients))
+    before = (0, 0)
+    for _ in range(ROUNDS):
+        before = federation.traffic.down, federation.traffic.up
+        federation.step()
+    unit = COHORT * federation.method.model.P * 4
+    down, up = federation.traffic.down - before[0], federation.traffic.up - before[1]
+    return {"down": round(down / unit, 2), "up": round(up / unit, 2)}
+
+
+def table() -> str:
+    """All methods as Markdown."""
+    rows = []
+    for name, entry in methods().items():
+        sent = traffic(entry)
+        multiple = lambda value: "0" if value == 0 else f"{value:g} P"
+        cells = (f"`{name}`", entry.title, entry.summary, entry.evaluates, multiple(sent["down"]), multiple(sent["up"]))
+        rows.append(cells)
+    return markdown(HEADINGS, rows)
