@@ -44,7 +44,7 @@ def everything(folder="."):
     return {str(path): path.read_bytes() if path.is_file() else None for path in found if path.suffix != ".pyc"}
 
 
-@pytest.fixture()
+@pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
     """`refused(*words)`: the one sentence that the command ends with, in a folder that stays as it was."""
     monkeypatch.chdir(tmp_path)
@@ -478,7 +478,7 @@ def stop_at_round_2(folder):
     return sorted((folder / "fedavg" / "checkpoints").iterdir())
 
 
-@pytest.fixture()
+@pytest.fixture
 def run(finished, tmp_path):
     """A copy that may be damaged."""
     return Path(shutil.copytree(finished, tmp_path / "run"))

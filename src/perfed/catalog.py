@@ -49,8 +49,10 @@ class Entry:
     file: Path
     class_name: str
     doc: str
-    evaluates: str
     fields: dict[str, Field]
+    evaluates: str
+    category: str
+    vectorised: bool
 
     @property
     def summary(self) -> str:
@@ -128,23 +130,26 @@ def find(name: str) -> Entry:
     return methods()[name]
 
 
+_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True}  # constants of a method's class
+
+
 def _read(path: Path) -> Entry:
     classes = _classes(path)
     if not classes:
         raise Problem(f"'{path}' holds no method: a class that derives from Method or from another method")
-    class_name, (evaluates, fields) = list(classes.items())[-1]
+    class_name, (says, fields) = list(classes.items())[-1]
     doc = ast.get_docstring(ast.parse(path.read_text())) or f"{class_name}: no description."
-    return Entry(path.stem, path, class_name, doc, evaluates, fields)
+    return Entry(path.stem, path, class_name, doc, fields=fields, **says)
 
 
-def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
-    """The methods a file defines: name -> (what it evaluates, its fields with those it inherits)."""
+def _classes(path: Path) -> dict[str, tuple[dict[str, Any], dict[str, Field]]]:
+    """The methods a file defines: name -> (class constants, fields), with what is inherited."""
     try:
         tree = ast.parse(path.read_text())
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
         where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise Problem(f"'{path}' is not valid Python{where}") from None
-    known: dict[str, tuple[str, dict[str, Field]]] = {}
+    known: dict[str, tuple[dict[str, Any], dict[str, Field]]] = {}
     for node in tree.body:  # `from perfed.methods.fedavg import FedAvg` makes FedAvg a base
         if isinstance(node, ast.ImportFrom) and node.module in ("perfed", "perfed.core.method"):
             inherited = _classes(HERE / "core" / "method.py")
@@ -162,12 +167,11 @@ def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
         bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in known]
         if not bases and node.name != "Method":
             continue
-        evaluates, fields = known[bases[0]] if bases else ("own", {})
-        fields = dict(fields)
+        says, fields = map(dict, known[bases[0]] if bases else (_DEFAULTS, {}))
         for line in node.body:
             try:
-                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "evaluates":
-                    evaluates = ast.literal_eval(line.value)
+                if isinstance(line, ast.Assign) and (name := ast.unparse(line.targets[0])) in _DEFAULTS:
+                    says[name] = ast.literal_eval(line.value)
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
                     field = _field(line.target.id, line.annotation, line.value)
                     if field is not None:
@@ -175,7 +179,7 @@ def _classes(path: Path) -> dict[str, tuple[str, dict[str, Field]]]:
             except (ValueError, TypeError, IndexError):  # the file is read, not run: a name or a sum has no value yet
                 text = 'a setting must be a plain value, or hyper(plain value, "meaning", ...)'
                 raise Problem(f"'{path}', line {line.lineno}: {text}") from None
-        known[node.name] = own[node.name] = (evaluates, fields)
+        known[node.name] = own[node.name] = (says, fields)
     return own
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from perfed import files
 from perfed.config import Config, from_dict, read_toml, to_toml
 from perfed.core.errors import Problem
+from perfed.models import is_path
 from perfed.report.tables import markdown, signed, size
 from perfed.results import Run, compare
 from perfed.run import BASELINE
@@ -45,12 +46,16 @@ def create(config: Config, seeds: int, out: Path | None) -> Path:
 
 
 def _absolute(config: Config) -> Config:
-    return dataclasses.replace(
-        config,
-        methods=tuple(
-            str(e.file) if n.endswith(".py") else n for n, e in zip(config.methods, config.entries(), strict=True)
-        ),
-    )
+    """The same with whole paths: a comparison may be resumed from another folder."""
+    whole = lambda path: str(Path(path).expanduser().resolve())
+    names = [whole(e.file) if n.endswith(".py") else n for n, e in zip(config.methods, config.entries(), strict=True)]
+    data, model = config.data, config.model
+    if data.dir is not None:
+        data = dataclasses.replace(data, dir=whole(data.dir))
+    if is_path(model.name):
+        path, _, factory = model.name.rpartition(":")
+        model = dataclasses.replace(model, name=f"{whole(path)}:{factory}")
+    return dataclasses.replace(config, methods=tuple(names), data=data, model=model)
 
 
 def carry_out(folder: Path, console: Console) -> dict[str, Any]:

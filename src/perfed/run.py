@@ -36,7 +36,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from perfed import catalog, files
+from perfed import __version__, catalog, files
 from perfed.config import Config, from_dict, read_toml, to_toml
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
@@ -161,7 +161,7 @@ def _own_copies(config: Config, folder: Path) -> Config:
 
 def environment(experiment: Experiment) -> dict[str, Any]:
     """Where this ran: what a number depends on."""
-    packages = ("perfed", "torch", "numpy", "scikit-learn", "safetensors")
+    packages = ("torch", "numpy", "scikit-learn", "safetensors")
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -169,7 +169,7 @@ def environment(experiment: Experiment) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if experiment.device.startswith("cuda") else platform.machine(),
         "engine": experiment.engine,
         "threads": THREADS,
-        "versions": {name: version(name) for name in packages},
+        "versions": {"perfed": __version__} | {name: version(name) for name in packages},
     }
 
 
@@ -204,6 +204,8 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
     method = experiment.method(entry)
     if experiment.engine == "vectorised" and not method.vectorised:
         console.print(f"{entry.name} cannot be vectorised: its clients run one by one", highlight=False)
+    if run.compile and experiment.device.startswith("cuda") and method.model.keyed:
+        console.print("steps with dropout are not compiled on a GPU: they run as they are", highlight=False)
     engine = make_engine(experiment.engine, method, experiment.clients, run)
     try:
         federation = Federation(engine)

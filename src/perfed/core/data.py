@@ -100,6 +100,10 @@ class Data(ABC):
         return Plan(self.batch_size, self.epochs if epochs is None else epochs, steps, draws, stream)
 
     @abstractmethod
+    def count(self, split: str) -> Tensor:
+        """Number of samples in a split, as a tensor."""
+
+    @abstractmethod
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any: ...
 
     @abstractmethod
@@ -131,6 +135,9 @@ class ClientData(Data):
         super().__init__(batch_size, epochs)
         self.clients, self.index, self.key, self.dtype = clients, index, key, dtype
         self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
+
+    def count(self, split: str) -> Tensor:
+        return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)
 
     def _rows(self, split: str, rows: Tensor | slice, key: Tensor) -> Batch:
         source = self.clients.split(split)

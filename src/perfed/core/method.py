@@ -45,6 +45,7 @@ class Method(ABC):
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
 
     evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"  # what `personalise` returns
+    category: ClassVar[str] = ""  # place in the survey's taxonomy
     vectorised: ClassVar[bool] = True  # False: `local` cannot run under vmap; it runs client by client
 
     def __post_init__(self) -> None:

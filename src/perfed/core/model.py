@@ -118,7 +118,7 @@ class Model:
         self.layers = owners  # names of the modules that own parameters, in order
         if head and not any(o == head or o.startswith(head + ".") for o in owners):
             raise Problem(f"the model has no module '{head}' with parameters; it has: {', '.join(map(repr, owners))}")
-        head = head or owners[-1]
+        self.head_name = head = head or owners[-1]
         modules = dict(net.named_modules())
         norms = Norm | nn.GroupNorm | nn.LayerNorm | nn.modules.instancenorm._InstanceNorm
         self.head = self._part([o == head or o.startswith(head + ".") for o in owner])
@@ -131,6 +131,11 @@ class Model:
 
     def _part(self, flags: list[bool]) -> Part:
         return Part(torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device))
+
+    @property
+    def keyed(self) -> bool:
+        """Whether a training step draws random numbers (dropout)."""
+        return bool(self._keyed)
 
     def part(self, pattern: str) -> Part:
         """Entries by name: 'head', 'body', 'norm', 'none', or a pattern over names ('conv*', '*.bias'); '!' negates."""
@@ -223,6 +228,16 @@ class Model:
             fresh = [parts[name].reshape(-1) for name in self._buffers]
             theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
         return out, theta
+
+    def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(logits, what enters the head, theta with fresh statistics): the representation a sample has."""
+        net, seen = self._nets["eval" if not train else "train" if batch.weight is None else "weighted"], []
+        hook = net.get_submodule(self.head_name).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
+        finally:
+            hook.remove()
+        return out, seen[0].flatten(1), theta
 
     def _find_slots(self, net: nn.Module) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
         """Where each tensor of the network is looked up: its module's own dictionaries, and what is in them."""

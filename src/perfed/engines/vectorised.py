@@ -8,7 +8,6 @@ partial last batch carries sample weights.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -67,10 +66,11 @@ class Vectorised(Engine):
         m, block = self.method, Block(self.clients, tuple(ids), self.runner, self.method.model.dtype)
         keys = derive(key, torch.tensor(ids, device=key.device))
 
-        def one(state: State, own: Any, key: Tensor, size: Tensor) -> dict[str, Any]:
+        def one(state: State, own: Any, key: Tensor, size: dict[str, Tensor]) -> dict[str, Any]:
             return task(state, Down(down.shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
 
-        return vmap(one)(stack(states), down.own, keys, block.sizes("train"))
+        sizes = {split: block.sizes(split) for split in ("train", "val", "test")}
+        return vmap(one)(stack(states), down.own, keys, sizes)
 
 
 def _own(down: Down, block: list[int]) -> Down:
@@ -109,9 +109,12 @@ class Block:
 class BlockData(Data):
     """What one client of a block sees; its loops reach the block's rules."""
 
-    def __init__(self, block: Block, key: Tensor, size: Tensor, batch_size: int, epochs: int):
+    def __init__(self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int):
         super().__init__(batch_size, epochs)
-        self.block, self.key, self.size = block, key, size
+        self.block, self.key, self.sizes, self.size = block, key, sizes, sizes["train"]
+
+    def count(self, split: str) -> Tensor:
+        return self.sizes[split]
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         inside, form = flatten((carry, given))
@@ -294,26 +297,26 @@ class Runner:
         """The carry after one step of all rows."""
         function, method, fixed = check_step(step)
         weighted = batches[0].weight is not None
-        dims = (None, *(0,) * (4 if weighted else 3) * len(batches), *(0 if b else None for b in batched))
+        dims = (*(0,) * (4 if weighted else 3) * len(batches), *(0 if b else None for b in batched))
 
-        def one(lr: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
             each, got = (4, Batch) if weighted else (3, lambda x, y, key: Batch(x, y, None, key))
             cut = each * len(batches)
             some = [got(*tensors[at : at + each]) for at in range(0, cut, each)]
             carry, given = unflatten(list(tensors[cut:]), form)
             batch = some[0] if len(some) == 1 else tuple(some)
-            return tuple(leaves(function(_with_lr(method, lr), *fixed, carry, batch, given)))
+            return tuple(leaves(function(method, *fixed, carry, batch, given)))
 
         flat = [t for b in batches for t in b if t is not None]
-        if not self.compile:
-            return list(vmap(one, in_dims=dims)(method.lr, *flat, *inside))
+        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
+        if not self.compile or (method.model.keyed and flat[0].is_cuda):
+            return list(vmap(one, in_dims=dims)(*flat, *inside))
         # Keyed by everything that is not a tensor: two instances of a method must not share one compiled step.
-        settings = tuple(getattr(method, f.name) for f in fields(method) if f.name not in ("model", "lr"))
+        settings = tuple(getattr(method, f.name) for f in fields(method) if f.name != "model")
         key = (function, type(method), fixed, settings, method.model, form, dims, *(t.shape for t in (*flat, *inside)))
         if key not in self.compiled:
             self.compiled[key] = self._compile(vmap(one, in_dims=dims))
-        lr = torch.tensor(method.lr, dtype=flat[0].dtype, device=flat[0].device)
-        return list(self.compiled[key](lr, *flat, *inside))
+        return list(self.compiled[key](*flat, *inside))
 
     def _compile(self, batch_step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*tensors: Any) -> Any:
@@ -323,12 +326,3 @@ class Runner:
         run.__code__ = run.__code__.replace(co_name=f"step_{len(self.compiled)}")
         backend = self.compile if isinstance(self.compile, str) else "inductor"
         return torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
-
-
-def _with_lr(method: Method, lr: Any) -> Method:
-    """The method with its learning rate as a tensor, so that a new rate compiles nothing new."""
-    if lr is method.lr:
-        return method
-    method = copy.copy(method)
-    object.__setattr__(method, "lr", lr)
-    return method

@@ -193,6 +193,10 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
             down = Down(shared.read(message["shared"]), own)
             answer = outbox.write(engine.one(task, torch.tensor(message["key"]), message["id"], state, down))
         except Exception as error:
+            if "fork-based multiprocessing" in str(error):
+                error = Problem(
+                    "where there is a GPU, 'workers' cannot start once this process has trained: use another engine"
+                )
             text = str(error) if isinstance(error, Problem) else f"{error}\n{traceback.format_exc()}"
             answer = {"error": text, "problem": isinstance(error, Problem)}
         try:

@@ -19,6 +19,7 @@ class Ditto(FedAvg):
     lam: float = hyper(0.1, "pull of the personal model towards the global one; 0 is Local", at_least=0)
 
     evaluates = "own"
+    category = "personalised models: interpolation"
 
     def init_client(self):
         return self.model.init(self.seed)

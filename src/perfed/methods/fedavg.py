@@ -16,6 +16,7 @@ from perfed.core.method import Method
 @dataclass(frozen=True)
 class FedAvg(Method):
     evaluates = "global"
+    category = "global model"
 
     def init_server(self, clients):
         return self.model.init(self.seed)

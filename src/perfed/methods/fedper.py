@@ -18,6 +18,7 @@ class FedPer(Method):
     personal: str = hyper("head", "what stays with the client: head, body, norm or a pattern; 'none' is FedAvg")
 
     evaluates = "assembled"
+    category = "personalised models: parameter decoupling"
 
     def check(self):
         self.model.part(self.personal)  # refuses a pattern that matches nothing

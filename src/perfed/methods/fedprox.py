@@ -18,6 +18,8 @@ from perfed.methods.fedavg import FedAvg
 class FedProx(FedAvg):
     mu: float = hyper(0.1, "weight of the proximal term; 0 is FedAvg", at_least=0)
 
+    category = "global model: regularised local loss"
+
     def proximal(self, w, batch, w_t):
         g, fresh = self.gradient(w, batch)
         return g + self.mu * self.pull(w, w_t), fresh

@@ -23,6 +23,7 @@ class IFCA(Method):
     clusters: int = hyper(2, "number of models K; 1 is FedAvg", at_least=1)
 
     evaluates = "assembled"
+    category = "personalised models: clustering"
 
     @property
     def groups(self):

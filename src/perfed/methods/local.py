@@ -13,6 +13,7 @@ from perfed.core.method import Method
 @dataclass(frozen=True)
 class Local(Method):
     evaluates = "own"
+    category = "baseline"
 
     def init_server(self, clients):
         return ()

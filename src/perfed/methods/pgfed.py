@@ -30,6 +30,7 @@ class PGFed(Method):
     keep_momentum: bool = hyper(False, "the momentum buffer survives a client's rounds, as in the authors' code")
 
     evaluates = "own"
+    category = "personalised models: multi-task"
 
     def init_server(self, clients):
         w, M = self.model.init(self.seed), self.cohort or clients

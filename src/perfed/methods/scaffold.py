@@ -23,6 +23,7 @@ class SCAFFOLD(Method):
     compact: bool = hyper(False, "upload P + 1 numbers the server reads one by one, not 2 P inside a sum; same result")
 
     evaluates = "global"
+    category = "global model: regularised local loss"
 
     def check(self):
         if self.momentum or self.optimizer != "sgd":

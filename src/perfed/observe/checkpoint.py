@@ -26,7 +26,9 @@ class Checkpoints:
         self.folder.mkdir(exist_ok=True)
 
     def see(self, event: Round) -> None:
-        if event.federation.round % self.every == 0 and not event.last:  # the end is the result itself
+        if event.last:  # the end is the result itself
+            self._prune()
+        elif event.federation.round % self.every == 0:
             self.write(event.federation)
 
     def write(self, federation: Federation) -> None:
@@ -39,6 +41,9 @@ class Checkpoints:
             "logs": self.log.sizes(),
         }
         files.save_tree(self.folder / f"round_{federation.round:08d}.safetensors", state)
+        self._prune()
+
+    def _prune(self) -> None:
         for old in sorted(self.folder.glob("round_*.safetensors"))[:-KEPT]:
             old.unlink()
 
