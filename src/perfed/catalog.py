@@ -16,7 +16,7 @@ from perfed.core.errors import Problem, nearest
 from perfed.core.fields import convert
 
 HERE = Path(__file__).parent
-RUN_SETS = ("seed", "cohort")  # fields of every method that the run fills in
+RUN_SETS = ("seed", "cohort", "population")  # fields of every method that the run fills in
 
 
 @dataclass(frozen=True)

@@ -273,12 +273,15 @@ def list_(
 
 
 def _method(entry: catalog.Entry) -> dict[str, Any]:
+    from perfed.report.methods import measured
+
     known = [f for name, f in entry.fields.items() if name not in catalog.RUN_SETS]
     fields = [
         {"name": f.name, "type": f.type, "default": f.default, "range": f.range, "meaning": f.meaning} for f in known
     ]
     about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
-    return {**about, "evaluates": entry.evaluates, "hyperparameters": fields}
+    about |= {"category": entry.category, "evaluates": entry.evaluates, "vectorised": entry.vectorised}
+    return {**about, **measured(entry), "hyperparameters": fields}
 
 
 Method = Annotated[str | None, typer.Option(help="Method of the run (default: the last one).")]
@@ -320,6 +323,40 @@ def predict(
         return
     for label in predicted:
         _console(False).print(label)
+
+
+@app.command()
+def personalise(
+    run: RunFolder,
+    data: Annotated[str, typer.Option(help="Data set of the new clients; 'folder' for your own files.")] = "folder",
+    data_dir: Annotated[str | None, typer.Option(help="Folder (or table) with the new clients' files.")] = None,
+    method: Method = None,
+    rounds: Annotated[int, typer.Option(help="Local rounds; nothing is sent.", min=0, max=10_000)] = 1,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of fine-tuning after them.", min=0, max=10_000)] = 0,
+    sets: Sets = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Give clients that never took part a model, from a finished run and their own data."""
+    raw: dict[str, Any] = {"data": {"name": data, **({} if data_dir is None else {"dir": data_dir})}}
+    for text in sets or []:
+        assign(raw, text)
+    made = from_dict(raw)
+    from perfed import datasets
+    from perfed.api import load
+
+    datasets.check(made.data)
+    opened = load(run)
+    from perfed.newcomers import personalise as welcome
+
+    found = welcome(opened, method or opened.main, made.data, rounds, fine_tune, out)
+    if json:
+        _print_json(found)
+        return
+    from perfed.report.tables import score
+
+    for one in found["clients"]:
+        _console(False).print(f"{one['client']:<20} {score(one['personal']['test']['accuracy']):>6}   {one['path']}")
 
 
 @app.command()

@@ -28,6 +28,7 @@ class Traffic:
     down_own: int = 0
     up_mean: int = 0
     up_own: int = 0
+    extra: dict[str, int] = field(default_factory=dict)  # between servers; in neither `down` nor `up`
 
     @property
     def down(self) -> int:
@@ -74,7 +75,7 @@ class Federation:
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """One round; returns who took part."""
-        ids = self.sample() if cohort is None else sorted(cohort)
+        ids = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
         rows_of = torch.tensor(ids, device=self.method.model.device)
         for exchange in range(self.method.exchanges):
             down = self.method.broadcast(self.server, rows_of)
@@ -87,6 +88,9 @@ class Federation:
             )
             # Clones: a row of a block would keep the whole block alive.
             self.states.update((id, tree_map(torch.clone, state)) for id, state in zip(ids, after, strict=True))
+        for name, numbers in self.method.extra_traffic(self.server).items():
+            sent = numbers * self.method.model.dtype.itemsize
+            self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
         self.round += 1
         return ids
 
@@ -99,7 +103,7 @@ class Federation:
         pieces = []
         for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
             ids = list(range(len(self.clients)))[first : first + EVALUATED_AT_ONCE]
-            down = self.method.broadcast(self.server, torch.tensor(ids, device=self.method.model.device))
+            down = self.method.show(self.server, torch.tensor(ids, device=self.method.model.device))
             states = [self.state(id) for id in ids]
             found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
             if save is not None:

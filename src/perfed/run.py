@@ -12,6 +12,7 @@ A run folder explains itself:
         times.jsonl      clock times (the only thing here that differs from run to run)
         checkpoints/     the last two
         clients/<id>/    model.safetensors and card.md
+        server.safetensors   what the server ends with, for clients that come later
         result.json      the end: the last scores of every client
     report/              table, picture, CSV
 """
@@ -54,6 +55,7 @@ from perfed.partition import scheme
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
+SERVER = "server.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,21 @@ class Experiment:
 
     def method(self, entry: catalog.Entry) -> Method:
         """One method with its settings."""
-        run = self.config.run
-        model = Model(
-            self.network, head=self.config.model.head, dtype=getattr(torch, run.precision), device=self.device
-        )
-        cohort = cohort_size(len(self.clients), run.participation)
-        kind, settings = entry.load(), self.config.settings(entry)
-        try:
-            return kind(model, **settings, seed=run.seed, cohort=cohort)
-        except TypeError as error:  # one of the six functions is missing, or @dataclass(frozen=True)
-            raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
+        return make_method(self.config, entry, self.network, len(self.clients), self.device)
+
+
+def make_method(
+    config: Config, entry: catalog.Entry, network: Callable[[], nn.Module], clients: int, device: str = "cpu"
+) -> Method:
+    """A method as a configuration describes it, for so many clients."""
+    run = config.run
+    model = Model(network, head=config.model.head, dtype=getattr(torch, run.precision), device=device)
+    kind, settings = entry.load(), config.settings(entry)
+    try:
+        who = {"cohort": cohort_size(clients, run.participation), "population": clients}
+        return kind(model, **settings, seed=run.seed, **who)
+    except TypeError as error:  # one of the six functions is missing, or @dataclass(frozen=True)
+        raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
 
 
 def prepare(config: Config) -> Experiment:
@@ -226,6 +233,7 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
         result = {"method": entry.name, "title": entry.title, "rounds": run.rounds, "evaluates": method.evaluates}
         traffic = dataclasses.asdict(federation.traffic)
         result |= {"bytes": traffic, "clients": by_client(values), "parameters": method.model.P}
+        files.save_tree(place / SERVER, federation.server)
         files.write_json(place / "result.json", result)
     finally:
         engine.close()
@@ -233,17 +241,17 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
 
 def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:
     folders = [client["folder"] for client in files.read_json(place.parent / "clients.json")["clients"]]
+    return lambda id, models: save_models(model, place / "clients" / folders[id], place.name, models)
 
-    def save_client(id: int, models: dict[str, Tensor]) -> None:
-        home = place / "clients" / folders[id]
-        home.mkdir(parents=True, exist_ok=True)
-        for name, theta in models.items():
-            about = {"format": "pt", "method": place.name, "model": name}
-            state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
-            path = home / f"{'model' if name == 'personal' else name}.safetensors"
-            files.write(path, files.tensor_file(state, about))
 
-    return save_client
+def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]) -> None:
+    """A client's models as files: model.safetensors is the personal one."""
+    home.mkdir(parents=True, exist_ok=True)
+    for name, theta in models.items():
+        about = {"format": "pt", "method": method, "model": name}
+        state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
+        path = home / f"{'model' if name == 'personal' else name}.safetensors"
+        files.write(path, files.tensor_file(state, about))
 
 
 def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]:

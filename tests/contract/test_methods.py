@@ -35,7 +35,7 @@ def test_inductor_equals_plain(name):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @each_method
 def test_inductor_equals_plain_for_all(entry):
-    contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"))
+    contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)
 
 
 @each_method

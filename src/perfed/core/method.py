@@ -21,6 +21,7 @@ from perfed.core.fields import checked, hyper
 from perfed.core.messages import Cohort, Down, Up
 from perfed.core.model import Batch, Model
 from perfed.core.optim import adam, adam_start, sgd
+from perfed.core.tree import leaves
 
 State = Any  # a tree of tensors: dicts, tuples, lists
 Gradient = Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]]  # (theta, batch, given) -> (g, theta)
@@ -43,6 +44,7 @@ class Method(ABC):
     fine_tune: int = hyper(0, "epochs of local training after the run, before a model is evaluated", at_least=0)
     seed: int = hyper(0, "seed of the initial model; the run sets it", at_least=0)
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
+    population: int = hyper(0, "clients in all; the engine sets it where it is 0", at_least=0)
 
     evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"  # what `personalise` returns
     category: ClassVar[str] = ""  # place in the survey's taxonomy
@@ -94,6 +96,26 @@ class Method(ABC):
     @abstractmethod
     def personalise(self, client: State, down: Down, data: Data, /) -> Tensor | dict[str, Tensor]:
         """The model this client predicts with, or a dict of models whose headline is 'personal'."""
+
+    def newcomer(self, server: State, /) -> Down:
+        """What the server sends to ONE client that never took part; by default what it sends to everybody."""
+        down = self.broadcast(server, torch.arange(0))
+        if leaves(down.own):
+            name = type(self).__name__
+            raise Problem(f"{name} keeps something for each client it knows, so it has nothing to send to a new one")
+        return down
+
+    def select(self, server: State, ids: list[int], /) -> list[int]:  # noqa: ARG002
+        """Who of the sampled clients takes part in this round; at least one, by default all."""
+        return ids
+
+    def show(self, server: State, ids: Tensor, /) -> Down:
+        """What clients receive for an evaluation, which counts as no traffic; by default what a round begins with."""
+        return self.broadcast(server, ids)
+
+    def extra_traffic(self, server: State, /) -> dict[str, int]:  # noqa: ARG002
+        """Numbers sent in the round just done that no client sent or received, by name, such as cloud to team."""
+        return {}
 
     def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002
         """Plain numbers worth logging with every evaluation, such as cluster sizes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ class Engine(ABC):
     name: ClassVar[str]
 
     def __init__(self, method: Method, clients: Clients, *, seed: int = 0, wire: Transform = identity):
-        self.method, self.clients, self.seed, self.wire = method, clients, seed, wire
+        self.method = method if method.population else replace(method, population=len(clients))
+        self.clients, self.seed, self.wire = clients, seed, wire
 
     def train(
         self, round: int, exchange: int, ids: Sequence[int], states: Sequence[State], down: Down

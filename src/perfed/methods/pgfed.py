@@ -78,5 +78,10 @@ class PGFed(Method):
         grads = pad(cohort.own["grad"], (0, 0, 0, free))
         return {"w": server["w"] + cohort.mean, "alpha": alpha, "ids": ids, "grads": grads, "c": c}
 
+    def newcomer(self, server):  # nothing is known of it: it gets what a first reception gives, the mean gradient
+        down = self.broadcast(server, torch.arange(0, device=server["w"].device))
+        alpha = torch.full_like(server["c"], 1 / len(server["c"]))
+        return Down(shared=down.shared, own={"alpha": alpha, "mixed": down.shared["mean"]})
+
     def personalise(self, client, down, data):
         return client["theta"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -13,32 +15,37 @@ from perfed.federation import Federation
 from perfed.report.tables import markdown
 
 ROUNDS, COHORT, FEATURES, CLASSES = 2, 4, 300, 10
-HEADINGS = ("name", "method", "idea", "evaluated", "down", "up")
+HEADINGS = ("name", "method", "idea", "evaluated", "down", "up", "secure sums")
 
 
-def traffic(entry: Entry) -> dict[str, float]:
-    """Numbers sent per participant and round, in multiples of the model's P, measured in the last of two rounds."""
+def measured(entry: Entry) -> dict[str, Any]:
+    """What a method sends per participant and round, in multiples of the model's P, in the last of two rounds.
+
+    `secure_sums`: whether the server needs no more than sums of the uploads ('per group' where each group has its own).
+    """
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(COHORT * 8, FEATURES, generator=draw)
     split = Split(x, torch.randint(0, CLASSES, (len(x),), generator=draw), (8,) * COHORT)
     clients = Clients(tuple("abcd"), split, split, split, CLASSES)
-    build = lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    build = lambda: nn.Sequential(nn.Linear(FEATURES, 64), nn.GroupNorm(4, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     federation = Federation(Sequential(entry.load()(Model(build), epochs=1, lr=0.01, cohort=COHORT), clients))
     before = (0, 0)
     for _ in range(ROUNDS):
         before = federation.traffic.down, federation.traffic.up
         federation.step()
-    unit = COHORT * federation.method.model.P * 4
-    down, up = federation.traffic.down - before[0], federation.traffic.up - before[1]
-    return {"down": round(down / unit, 2), "up": round(up / unit, 2)}
+    method, sent = federation.method, federation.traffic
+    unit = COHORT * method.model.P * 4
+    sums = "nothing is sent" if sent.up == 0 else "no" if sent.up_own else "yes" if method.groups == 1 else "per group"
+    down, up = sent.down - before[0], sent.up - before[1]
+    return {"down": round(down / unit, 2), "up": round(up / unit, 2), "secure_sums": sums}
 
 
 def table() -> str:
     """All methods as Markdown."""
     rows = []
     for name, entry in methods().items():
-        sent = traffic(entry)
+        sent = measured(entry)
         multiple = lambda value: "0" if value == 0 else f"{value:g} P"
-        cells = (f"`{name}`", entry.title, entry.summary, entry.evaluates, multiple(sent["down"]), multiple(sent["up"]))
-        rows.append(cells)
+        traffic = multiple(sent["down"]), multiple(sent["up"]), sent["secure_sums"]
+        rows.append((f"`{name}`", entry.title, entry.summary, entry.evaluates, *traffic))
     return markdown(HEADINGS, rows)

@@ -1,0 +1,42 @@
+"""FedBABU: the body alone is trained and averaged under a fixed random head; clients tune the whole afterwards.
+
+Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification. ICLR 2022, Algorithm 1.
+https://arxiv.org/abs/2106.06042
+
+The head is the common random initial one in every round (its learning rate is 0: no momentum, no decay), and it is the
+head that tuning starts from: a copy that hands out a head of zeros exists. It follows from the seed, so it is never
+sent. Tuning uses training data, the round's learning rate and a fresh optimiser, and is discarded after the evaluation.
+`global` in the results is the model before tuning, the paper's initial accuracy. Bodies are averaged with sample counts
+(the authors' code: uniformly).
+"""
+
+from dataclasses import dataclass
+
+from perfed.core.fields import hyper
+from perfed.core.messages import Up
+from perfed.core.method import Method
+
+
+@dataclass(frozen=True)
+class FedBABU(Method):
+    adapt_epochs: int = hyper(5, "epochs tau_f of body and head before an evaluation; 0 evaluates as is", at_least=0)
+
+    evaluates = "adapted"
+    category = "personalised models: parameter decoupling"
+
+    def init_server(self, clients):
+        return self.model.body.take(self.model.init(self.seed))
+
+    def join(self, body):
+        return self.model.body.put(self.model.init(self.seed), body)
+
+    def local(self, client, down, data):
+        w = self.descend(self.join(down.shared), data, only="body")
+        return client, Up(mean=self.model.body.take(w) - down.shared)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean
+
+    def personalise(self, client, down, data):
+        w = self.join(down.shared)
+        return {"personal": self.descend(w, data, epochs=self.adapt_epochs), "global": w}

@@ -1,0 +1,46 @@
+"""FedRep: the body is shared, the head stays with the client; first the head is trained, then the body.
+
+Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Personalized Federated Learning. ICML
+2021, Algorithm 1. https://arxiv.org/abs/2102.07078
+
+The head takes `head_epochs` (tau_h) on the received body, then the body takes `epochs` under the new, fixed head (the
+paper: a single update). A frozen part gets no gradient, momentum, decay or statistics. Bodies are averaged with sample
+counts (the paper and the authors' code: uniformly). The authors' extra last round, in which all heads are trained
+before the final evaluation, is left out: the numbers would not compare with other methods'.
+"""
+
+from dataclasses import dataclass
+
+from perfed.core.fields import hyper
+from perfed.core.messages import Up
+from perfed.core.method import Method
+
+HEAD = 1  # stream of the head's batches; the body's are those of the other methods
+
+
+@dataclass(frozen=True)
+class FedRep(Method):
+    head_epochs: int = hyper(5, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0)
+
+    evaluates = "assembled"
+    category = "personalised models: parameter decoupling"
+
+    def init_server(self, clients):
+        return self.model.body.take(self.model.init(self.seed))
+
+    def init_client(self):
+        return self.model.head.take(self.model.init(self.seed))
+
+    def join(self, head, body):
+        return self.model.head.put(self.model.body.put(self.model.zeros(), body), head)
+
+    def local(self, client, down, data):
+        w = self.descend(self.join(client, down.shared), data, only="head", epochs=self.head_epochs, stream=HEAD)
+        w = self.descend(w, data, only="body")
+        return self.model.head.take(w), Up(mean=self.model.body.take(w) - down.shared)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean
+
+    def personalise(self, client, down, data):
+        return self.join(client, down.shared)
