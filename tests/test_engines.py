@@ -283,3 +283,81 @@ def test_several_methods_and_instances_compiled_in_one_process(clients):
         engine = Vectorised(kind(), clients, compile="aot_eager", sizes=(3,))
         expected = contract.play(Sequential(kind(), clients), contract.COHORTS[:1])
         contract.compare(contract.play(engine, contract.COHORTS[:1]), expected, f"{name} {changed}")
+
+
+@dataclass(frozen=True)
+class Named(FedAvg):
+    def scaled(self, carry, batch, given, scale=1.0):
+        return carry
+
+    def local(self, client, down, data):
+        (w,) = data.fold(functools.partial(self.scaled, scale=0.5), (down.shared,))
+        return client, Up(mean=w)
+
+
+@dataclass(frozen=True)
+class Converting(FedAvg):
+    def step(self, carry, batch, given):
+        return (carry[0].float(),)
+
+    def local(self, client, down, data):
+        (w,) = data.fold(self.step, (down.shared,))
+        return client, Up(mean=w)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_what_a_batched_engine_would_do_otherwise_is_refused_by_all(engine, clients):
+    with pytest.raises(TypeError, match="by place, not by name"):
+        Federation(engine(Named(Model(plain_net, dtype=torch.float64)), clients)).step()
+    with pytest.raises(TypeError, match="another form"):
+        Federation(engine(Converting(Model(plain_net, dtype=torch.float64)), clients)).step()
+
+
+def test_a_client_without_training_samples_takes_no_step():
+    whole = make_clients((7, 1, 12))
+    train = Split(
+        torch.cat([whole.train.x[:7], whole.train.x[8:]]), torch.cat([whole.train.y[:7], whole.train.y[8:]]), (7, 0, 12)
+    )
+    clients = Clients(whole.names, train, whole.val, whole.test, 3)
+    outcomes = [contract.play(engine(fedavg(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
+    contract.compare(outcomes[1], outcomes[0], "vectorised")
+
+
+def test_steps_beyond_an_epoch_for_small_and_large_clients():
+    """Forty steps are thirteen epochs for one client and not one for another."""
+
+    @dataclass(frozen=True)
+    class Steps(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(mean=self.descend(down.shared, data, steps=40) - down.shared)
+
+    clients = make_clients((12, 300, 4))
+    make = lambda: Steps(Model(plain_net, dtype=torch.float64), batch_size=4, lr=0.02)
+    outcomes = [contract.play(engine(make(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
+    contract.compare(outcomes[1], outcomes[0], "vectorised")
+
+
+def test_a_wrong_weight_is_refused(clients):
+    @dataclass(frozen=True)
+    class Wrong(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(mean=down.shared * 0, weight=float("nan"))
+
+    with pytest.raises(Problem, match="negative or not finite"):
+        Federation(Sequential(Wrong(Model(plain_net, dtype=torch.float64)), clients)).step()
+
+
+def test_uploads_pass_through_the_wire(clients):
+    """A transform sees one client's upload and a key of its own, on every engine."""
+    seen = []
+
+    def halve(up, key):
+        seen.append(key)
+        return Up(mean=up.mean / 2, own=up.own, weight=up.weight, group=up.group)
+
+    start = fedavg().init_server(5)
+    plain = contract.play(Sequential(fedavg(), clients), [range(5)]).server
+    halved = contract.play(Sequential(fedavg(), clients, wire=halve), [range(5)])
+    torch.testing.assert_close(halved.server - start, (plain - start) / 2)
+    assert len({int(key) for key in seen}) == 5
+    contract.compare(contract.play(Vectorised(fedavg(), clients, wire=halve), [range(5)]), halved, "vectorised")

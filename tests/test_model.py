@@ -13,6 +13,7 @@ from torch.func import vmap
 from perfed.core.errors import Problem
 from perfed.core.model import ALIGN, Batch, Model
 from perfed.core.random import derive
+from perfed.methods.fedavg import FedAvg
 
 D = torch.float64
 
@@ -224,3 +225,62 @@ def test_what_cannot_be_a_model():
     with pytest.raises(Problem, match=r"other shapes for 0\.bias"):
         model.flat(state | {"0.bias": torch.zeros(1)})
     assert math.isfinite(float(model.init(0).sum()))
+
+
+def test_a_layer_in_two_places_is_swapped_in_both():
+    drop, norm = nn.Dropout(0.5), nn.BatchNorm1d(8)
+    build = lambda: nn.Sequential(nn.Linear(6, 8), norm, drop, nn.Linear(8, 8), norm, drop, nn.Linear(8, 3))
+    model, b = Model(lambda: copy.deepcopy(build()), dtype=D), batch()
+    before = torch.random.get_rng_state()
+    first, again = model.grad(model.init(0), b), model.grad(model.init(0), b)
+    assert torch.equal(before, torch.random.get_rng_state())  # no draw of torch's own
+    assert torch.equal(first[0], again[0])
+
+
+def test_a_dropout_used_twice_drops_other_units():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.head = nn.Dropout(0.5), nn.Linear(50, 50, bias=False)
+
+        def forward(self, x):
+            return torch.stack([self.drop(x), self.drop(x)]) + 0 * self.head(x).sum()
+
+    model = Model(Twice, dtype=D)
+    one, two = model.apply(model.init(0), torch.ones(3, 50, dtype=D), train=True, key=derive(1))[0]
+    assert not torch.equal(one, two)
+    again = model.apply(model.init(0), torch.ones(3, 50, dtype=D), train=True, key=derive(1))[0][0]
+    assert torch.equal(one, again)
+
+
+def test_frozen_parameters_stay():
+    def build():
+        net = plain_net()
+        net[0].requires_grad_(False)
+        return net
+
+    model, b = Model(build, dtype=D), batch()
+    g, _, _ = model.grad(model.init(0), b)
+    frozen = model.part("0").mask
+    assert not g[frozen].any()
+    assert g[model.weights.mask].any()
+    assert not (model.weights.mask & frozen).any()
+    method = FedAvg(model, lr=0.1, weight_decay=0.1, momentum=0.9)
+    moved, _ = method.update(model.init(0), method.start(g), g)
+    assert torch.equal(moved[frozen], model.init(0)[frozen])
+
+
+def test_a_buffer_that_is_not_saved_is_a_constant():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.arange(6.0), persistent=False)
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(x + self.table)
+
+    model, b = Model(Positions, dtype=D), batch()
+    assert (model.Q, model.P) == (0, 21)
+    net = model.module(model.init(0))
+    torch.testing.assert_close(net(b.x), model.apply(model.init(0), b.x)[0])

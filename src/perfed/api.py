@@ -16,9 +16,14 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
 
     `perfed.run("pgfed", data="digits", rounds=10, lr=0.05, mu=0.1)`
     """
-    raw = place_flags(settings, list(methods))
+    import torch
+
+    raw, threads = place_flags(settings, list(methods)), torch.get_num_threads()
     console = Console(stderr=True, quiet=quiet)
-    return start(from_dict(raw), None if out is None else Path(out), console)
+    try:
+        return start(from_dict(raw), None if out is None else Path(out), console)
+    finally:
+        torch.set_num_threads(threads)  # a run uses one; the caller's own setting comes back
 
 
 def start(config: Config, out: Path | None, console: Console) -> Run:
@@ -33,9 +38,10 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
 
 def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished one is left as it is."""
-    from perfed.run import prepare, read_config, train
+    from perfed.run import check_same, prepare, read_config, train
 
     experiment = prepare(read_config(folder))
+    check_same(experiment, folder, lambda text: console.print(text, highlight=False))
     train(experiment, folder, console)
     return finish(folder)
 

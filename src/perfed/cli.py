@@ -341,6 +341,8 @@ def personalise(
     raw: dict[str, Any] = {"data": {"name": data, **({} if data_dir is None else {"dir": data_dir})}}
     for text in sets or []:
         assign(raw, text)
+    if set(raw) != {"data"}:
+        raise Problem("a newcomer's method has the run's settings: --set takes data.key=value here")
     made = from_dict(raw)
     from perfed import datasets
     from perfed.api import load

@@ -116,6 +116,12 @@ def from_dict(raw: dict[str, Any]) -> Config:
         raise Problem("two of the methods have the same name")
     if "local" in entries and entries["local"].file.parent != catalog.HERE / "methods":
         raise Problem("a method's file cannot be called local.py: that is what every method is measured against")
+    for entry in entries.values():
+        taken = [key for key in entry.fields if key in flags() and key not in catalog.RUN_SETS]
+        if taken:
+            raise Problem(
+                f"method '{entry.name}' calls a setting '{taken[0]}', which is an option of every run: rename it"
+            )
     train = {}
     for key, value in config.train.items():
         if key not in catalog.common():

@@ -99,6 +99,8 @@ def maker(entry: Entry, network: str = "plain") -> MakeMethod:
     suited = networks(entry)
     model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
     base = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01, "epochs": 2, "batch_size": BATCH, "cohort": 3}
+    if "warmup" in entry.fields:
+        base["warmup"] = 1  # rounds before a method's own begin: the toy has only a few
 
     def make(**changed: Any) -> Method:
         try:
@@ -204,7 +206,8 @@ def check_statistics(entry: Entry) -> None:
     method, found = make(), reference(make())
     model = method.model
     buffers = model.everything.mask & ~model.weights.mask
-    before = method.init_server(len(SIZES)), method.init_client(), model.init(method.seed)
+    client = dataclasses.replace(method, population=len(SIZES)).init_client()
+    before = method.init_server(len(SIZES)), client, model.init(method.seed)
     start = model.init(method.seed)[buffers]
     assert len(leaves(before)), "a method without any tensors"
     moved = [one["personal"][buffers] for one in found.models.values()]
@@ -264,7 +267,7 @@ def check_stable(entry: Entry) -> None:
     method = maker(entry)()
     federation = Federation(Sequential(method, toy_clients(), seed=5))
     form = lambda tree: tree_map(lambda t: (tuple(t.shape), str(t.dtype)), tree)
-    server, client = form(federation.server), form(method.init_client())
+    server, client = form(federation.server), form(federation.method.init_client())
     for cohort in COHORTS:
         federation.step(cohort)
         assert form(federation.server) == server, "the server's state changes its form"
@@ -312,12 +315,14 @@ def check_learns(entry: Entry) -> None:
     from perfed.catalog import methods
 
     clients = disagreeing_clients()
-    everybody = range(len(clients))
+    everybody, network = range(len(clients)), networks(entry)[0]
     train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3, "cohort": len(clients)}
 
     def score(one: Entry) -> float:
         # The best of three starts by validation, as clustering is used: a bad start puts all in one cluster.
-        each = [play(Sequential(maker(one)(**train, seed=s), clients), [everybody] * 8).values for s in range(3)]
+        each = [
+            play(Sequential(maker(one, network)(**train, seed=s), clients), [everybody] * 8).values for s in range(3)
+        ]
         mean = lambda values, split: float(values[split]["personal"]["accuracy"].mean())
         return mean(max(each, key=lambda values: mean(values, "val")), "test")
 

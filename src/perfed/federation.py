@@ -82,6 +82,8 @@ class Federation:
             before = [self.state(id) for id in ids]
             after, up = self.engine.train(self.round + 1, exchange, ids, before, down)
             self._refuse_divergence(ids, (after, up.mean, up.own))
+            if not bool((up.weight.isfinite() & (up.weight >= 0)).all()):
+                raise Problem(f"{type(self.method).__name__} gave an upload a weight that is negative or not finite")
             self._count(len(ids), down, up)
             self.server = self.method.aggregate(
                 self.server, reduce(rows_of, up.mean, up.own, up.weight, up.group, self.method.groups)

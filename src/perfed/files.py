@@ -36,11 +36,16 @@ def write(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise Problem(f"cannot write '{path}': {error.strerror}") from error
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until what was written to a file or folder is on disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -80,8 +85,8 @@ def tensor_file(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
 def save_tree(path: Path, tree: Any) -> None:
     """A tree of tensors and plain values, with a checksum."""
     skeleton, tensors = pack(tree)
+    shapes = [list(t.shape) for t in tensors]
     tensors = [t.detach().cpu().contiguous().reshape(t.shape or (1,)) for t in tensors]
-    shapes = [list(t.shape) for t in pack(tree)[1]]
     text = json.dumps([skeleton, shapes])
     named = {str(at): t.clone() for at, t in enumerate(tensors)}
     write(path, tensor_file(named, {"tree": text, "sha256": _digest(text, tensors)}))
@@ -129,11 +134,15 @@ def only_one(folder: Path) -> Iterator[None]:
         yield
 
 
+def long_enough(path: Path, size: int) -> None:
+    """Refuse a log that has lost lines."""
+    if size and (not path.exists() or path.stat().st_size < size):
+        raise Problem(f"'{path}' is shorter than its checkpoint says: lines are missing")
+
+
 def truncate(path: Path, size: int) -> None:
     """Cut a log back to what a checkpoint vouches for."""
-    if not path.exists() and size == 0:
-        return
-    if not path.exists() or path.stat().st_size < size:
-        raise Problem(f"'{path}' is shorter than its checkpoint says: lines are missing")
-    with path.open("r+b") as file:
-        file.truncate(size)
+    long_enough(path, size)
+    if path.exists():
+        with path.open("r+b") as file:
+            file.truncate(size)

@@ -16,7 +16,7 @@ from perfed import files
 from perfed.config import Config
 from perfed.core.errors import Problem, nearest
 from perfed.observe.metrics import ROUNDS, TIMES, read
-from perfed.run import BASELINE, load_network, read_config
+from perfed.run import BASELINE, load_network, read_clients, read_config
 
 
 class ClientModel:
@@ -57,7 +57,7 @@ class ClientModel:
         return network.eval()
 
     def predict(self, x: Any) -> np.ndarray:
-        """The class of every sample; x as the data set gives it (uint8 images are scaled as in training)."""
+        """The class of every sample; x as the data set gives it (images from 0 to 255 are scaled as in training)."""
         return self.logits(x).argmax(1).numpy()
 
     def logits(self, x: Any) -> Tensor:
@@ -68,7 +68,7 @@ class ClientModel:
             raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
         network = self.model()
         dtype = next(network.parameters()).dtype
-        image = x.dtype == torch.uint8
+        image = self.run.about["image"]  # trained on bytes: then x holds 0 to 255, whatever its type
         x = x.to(dtype) / (255 if image else 1)
         if image and self.run.about["mean"] is not None:
             mean, std = (torch.tensor(self.run.about[k], dtype=dtype).view(-1, 1, 1) for k in ("mean", "std"))
@@ -85,7 +85,7 @@ class Run:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config: Config = read_config(self.path)
-        self.about: dict[str, Any] = files.read_json(self.path / "clients.json")
+        self.about: dict[str, Any] = read_clients(self.path)
         self.entries = {entry.name: entry for entry in self.config.entries()}
 
     def __repr__(self) -> str:
@@ -195,14 +195,16 @@ def compare(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
 
     difference = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
     if not len(difference):
-        return {"mean": None, "std": None, "better": 0, "worse": 0, "p": None}
+        return {"mean": None, "std": None, "better": 0, "worse": 0, "clients": 0, "p": None}
+    ranked = np.round(difference, 6)  # equal gains are ties, whatever the last bit of their accuracies says
     # All differences zero: nothing to test.
-    p = float(np.asarray(wilcoxon(difference, zero_method="zsplit"))[1]) if np.any(difference) else 1.0
-    better, worse = int((difference > 0).sum()), int((difference < 0).sum())
+    p = float(np.asarray(wilcoxon(ranked, zero_method="zsplit"))[1]) if np.any(ranked) else 1.0
+    better, worse = int((ranked > 0).sum()), int((ranked < 0).sum())
     return {
         "mean": float(difference.mean()),
         "std": float(difference.std()),
         "better": better,
         "worse": worse,
+        "clients": len(difference),
         "p": p,
     }

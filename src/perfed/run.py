@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import platform
 import shutil
 import sys
@@ -46,7 +47,7 @@ from perfed.core.model import Model
 from perfed.datasets import load
 from perfed.engines import make_engine, pick_device, pick_engine
 from perfed.federation import Federation, cohort_size
-from perfed.models import build, is_path, make_network, suits
+from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
 from perfed.observe.checkpoint import Checkpoints, restore
 from perfed.observe.metrics import MetricsLog, by_client
@@ -56,6 +57,8 @@ from perfed.partition import scheme
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
 SERVER = "server.safetensors"
+CLIENTS = "clients.json"
+SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def make_method(
 def prepare(config: Config) -> Experiment:
     """Load data, build the network, make every method once: what is wrong is found before anything is written."""
     torch.set_num_threads(THREADS)
+    torch.backends.cudnn.deterministic = True  # or a GPU gives another result every time
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
@@ -101,7 +105,10 @@ def prepare(config: Config) -> Experiment:
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
-    experiment = Experiment(config, clients.to(device), build(model, clients), device, engine)
+    network = build(model, clients)
+    if engine == "vectorised":
+        refuse_mixing(network, clients)
+    experiment = Experiment(config, clients.to(device), network, device, engine)
     for entry in config.entries():
         experiment.method(entry)
     return experiment
@@ -119,24 +126,54 @@ def create(experiment: Experiment, out: Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Problem(f"cannot make the run folder '{folder}': {error.strerror}") from None
-    taken: set[str] = set()
-    clients = experiment.clients
-    about = {
-        "shape": list(clients.shape),
-        "classes": clients.classes,
-        "mean": None if clients.mean is None else clients.mean.flatten().tolist(),
-        "std": None if clients.std is None else clients.std.flatten().tolist(),
-        "clients": [
-            {"name": name, "folder": files.slug(name, taken)}
-            | {split: clients.split(split).size[id] for split in ("train", "val", "test")}
-            for id, name in enumerate(clients.names)
-        ],
-    }
-    files.write_json(folder / "clients.json", about)
+    files.write_json(folder / CLIENTS, describe(experiment.clients))
     files.write_json(folder / "env.json", environment(experiment))
     # The configuration comes last: a folder that has one can be resumed.
-    files.write(folder / "config.toml", to_toml(_own_copies(config, folder)))
+    picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
+    files.write(folder / "config.toml", to_toml(_own_copies(dataclasses.replace(config, run=picked), folder)))
     return folder
+
+
+def describe(clients: Clients) -> dict[str, Any]:
+    """Who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
+    digest = hashlib.sha256()
+    for name in SPLITS:
+        for tensor in (clients.split(name).x, clients.split(name).y):
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    listed = lambda t: None if t is None else t.flatten().tolist()
+    sizes = lambda id: {name: clients.split(name).size[id] for name in SPLITS}
+    return {
+        "shape": list(clients.shape),
+        "classes": clients.classes,
+        "image": clients.train.x.dtype == torch.uint8,
+        "mean": listed(clients.mean),
+        "std": listed(clients.std),
+        "labels": clients.labels and list(clients.labels),
+        "columns": clients.columns and list(clients.columns),
+        "digest": digest.hexdigest(),
+        "clients": [{"name": name, **sizes(id)} for id, name in enumerate(clients.names)],
+    }
+
+
+def read_clients(folder: Path) -> dict[str, Any]:
+    """What `describe` wrote, with a safe folder name for every client: paths are never read from a file."""
+    about = files.read_json(folder / CLIENTS)
+    taken: set[str] = set()
+    for client in about["clients"]:
+        client["folder"] = files.slug(client["name"], taken)
+    return about
+
+
+def check_same(experiment: Experiment, folder: Path, notice: Callable[[str], None]) -> None:
+    """Before a run goes on: its data must be what they were; other versions are worth a line."""
+    was, now = files.read_json(folder / CLIENTS), json.loads(json.dumps(describe(experiment.clients)))
+    if was != now:
+        differ = ", ".join(key for key in now if was.get(key) != now[key])
+        raise Problem(f"the data of '{folder}' are no longer what they were (different: {differ})")
+    before = files.read_json(folder / "env.json").get("versions", {})
+    for name, version_now in environment(experiment)["versions"].items():
+        if before.get(name) != version_now:
+            notice(f"{name} was {before.get(name)}, now {version_now}: results may differ in the last bits")
 
 
 def _own_copies(config: Config, folder: Path) -> Config:
@@ -188,12 +225,20 @@ def read_config(folder: Path) -> Config:
         raise Problem(f"'{folder}' is not a run folder: it has no config.toml")
     raw = read_toml(folder / "config.toml")
     if isinstance(raw.get("methods"), list):
-        raw["methods"] = [str(folder / n) if str(n).endswith(".py") else n for n in raw["methods"]]
+        raw["methods"] = [_inside(folder, n) if str(n).endswith(".py") else n for n in raw["methods"]]
     config = from_dict(raw)
     if is_path(config.model.name):
-        model = dataclasses.replace(config.model, name=str(folder / config.model.name))
+        model = dataclasses.replace(config.model, name=_inside(folder, config.model.name))
         return dataclasses.replace(config, model=model)
     return config
+
+
+def _inside(folder: Path, name: str) -> str:
+    """The path of one of the folder's own copies: a configuration cannot name code elsewhere."""
+    path = Path(name)
+    if path.parent != Path("files") or path.name in ("", ".."):
+        raise Problem(f"'{folder}/config.toml' names '{name}', which is not one of its own files")
+    return str(folder / path)
 
 
 def train(experiment: Experiment, folder: Path, console: Console) -> None:
@@ -240,7 +285,7 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
 
 
 def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:
-    folders = [client["folder"] for client in files.read_json(place.parent / "clients.json")["clients"]]
+    folders = [client["folder"] for client in read_clients(place.parent)["clients"]]
     return lambda id, models: save_models(model, place / "clients" / folders[id], place.name, models)
 
 
@@ -256,7 +301,7 @@ def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]
 
 def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]:
     """The network of a run folder and what its samples look like."""
-    config, about = read_config(folder), files.read_json(folder / "clients.json")
+    config, about = read_config(folder), read_clients(folder)
     return make_network(config.model, tuple(about["shape"]), about["classes"]), about
 
 

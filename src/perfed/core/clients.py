@@ -34,6 +34,8 @@ class Clients:
     classes: int
     mean: Tensor | None = None  # for uint8 images: x / 255, minus mean, over std, per channel
     std: Tensor | None = None
+    labels: tuple[str, ...] | None = None  # what the classes are called, where the data said so
+    columns: tuple[str, ...] | None = None  # what the features are called, in a table
 
     def __len__(self) -> int:
         return len(self.names)

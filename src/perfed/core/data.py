@@ -18,7 +18,7 @@ from torch import Tensor
 from perfed.core.clients import Clients
 from perfed.core.model import Batch
 from perfed.core.random import derive, shuffle
-from perfed.core.tree import flatten, leaves, tree_map
+from perfed.core.tree import leaves, tree_map
 
 CHUNK = 512  # samples per piece of an exact mean
 
@@ -93,7 +93,7 @@ class Data(ABC):
         """How many steps such a fold takes for this client, as a tensor."""
         plan = self._plan(epochs, steps, 1, 0)
         if plan.steps is not None:
-            return torch.full_like(self.size, plan.steps)
+            return torch.where(self.size > 0, plan.steps, 0)
         return -(-self.size // self.batch_size) * (plan.epochs or 0)
 
     def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int) -> Plan:
@@ -118,6 +118,8 @@ def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple
     """
     fixed: tuple[Any, ...] = ()
     if isinstance(step, functools.partial):
+        if step.keywords:
+            raise TypeError("a step's fixed arguments are given by place, not by name")
         fixed, step = step.args, step.func
     owner, function = getattr(step, "__self__", None), getattr(step, "__func__", None)
     if owner is None or function is None:
@@ -126,6 +128,17 @@ def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple
     if any(isinstance(leaf, Tensor) for leaf in leaves([fixed, held])):
         raise TypeError(f"step '{function.__name__}' holds a tensor from outside: hand it over through `given`")
     return function, owner, fixed
+
+
+def form(tree: Any) -> Any:
+    """The structure, shapes and kinds of numbers of a tree."""
+    return tree_map(lambda t: (tuple(t.shape), t.dtype), tree)
+
+
+def refuse_other_form(before: Any, after: Any) -> None:
+    """A carry keeps its form, or a batched engine would have to convert it."""
+    if before != after:
+        raise TypeError(f"step returned a carry of another form than it was given: {after}, not {before}")
 
 
 class ClientData(Data):
@@ -156,11 +169,11 @@ class ClientData(Data):
                 yield self._rows("train", rows, keys[first + at])
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
-        _, form = flatten(carry)
-        for batches in zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True):
+        before = form(carry)
+        for at, batches in enumerate(zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True)):
             carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
-            if flatten(carry)[1] != form:
-                raise TypeError(f"step returned a carry of another form than it was given: {flatten(carry)[1]}")
+            if at == 0:
+                refuse_other_form(before, form(carry))
         return carry
 
     def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
@@ -170,7 +183,7 @@ class ClientData(Data):
         for first in range(0, max(size, 1), CHUNK):
             count = max(min(CHUNK, size - first), 0)
             if count == 0:  # no samples: the right structure, filled with NaN
-                shape = fn(self._rows(split, slice(0, 1), self.key), given) if len(source.y) else None
+                shape = fn(self._rows(split if len(source.y) else "train", slice(0, 1), self.key), given)
                 return tree_map(lambda t: torch.full_like(t, torch.nan), shape)
             value = fn(self._rows(split, slice(start + first, start + first + count), self.key), given)
             part = tree_map(lambda v, k=count: v * k, value)

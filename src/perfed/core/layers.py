@@ -58,13 +58,15 @@ class Drop(nn.Module):
     def __init__(self, p: float, salt: int, whole_channels: bool):
         super().__init__()
         self.p, self.salt, self.whole_channels = p, salt, whole_channels
+        self.calls = 0  # in the current pass; Model resets it: a layer that is used twice must not drop the same units
         self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)  # given by Model.apply
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
-        keep = uniform(derive(self.key, self.salt), shape, x.dtype) >= self.p
+        self.calls += 1
+        keep = uniform(derive(self.key, self.salt, self.calls), shape, x.dtype) >= self.p
         return x * keep / (1 - self.p)
 
 
@@ -73,16 +75,17 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 def swap(module: nn.Module) -> nn.Module:
     """The same network with our Norm and Drop in place of BatchNorm and Dropout."""
-    salt = 0
+    made: dict[nn.Module, nn.Module] = {}  # a module may stand in several places and stays one module
 
     def walk(parent: nn.Module) -> None:
-        nonlocal salt
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children() would skip the second place
+            if child is None:
+                continue
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
-                setattr(parent, name, Norm(child))
+                parent._modules[name] = made.setdefault(child, Norm(child))
             elif isinstance(child, _DROPOUT):
-                salt += 1
-                setattr(parent, name, Drop(child.p, salt, not isinstance(child, nn.Dropout)))
+                drop = made.get(child) or Drop(child.p, len(made) + 1, not isinstance(child, nn.Dropout))
+                parent._modules[name] = made[child] = drop
             elif isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
                 raise Problem(f"the model uses {type(child).__name__}, which has no keyed form here: use Dropout")
             else:

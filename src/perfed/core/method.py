@@ -125,7 +125,7 @@ class Method(ABC):
 
     def pull(self, theta: Tensor, centre: Tensor) -> Tensor:
         """Theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
-        return self.model.weights.only(theta - centre) if self.model.Q else theta - centre
+        return self.model.weights.only(theta - centre) if self.model.fixed else theta - centre
 
     def gradient(self, theta: Tensor, batch: Batch, given: Any = (), /) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The gradient of a batch's loss, and theta with fresh statistics."""
@@ -139,7 +139,7 @@ class Method(ABC):
     def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
         """One optimiser step; what is outside `only` gets no gradient, no decay, no momentum."""
         if self.weight_decay:
-            g = g + self.weight_decay * (self.model.weights.only(theta) if self.model.Q else theta)
+            g = g + self.weight_decay * (self.model.weights.only(theta) if self.model.fixed else theta)
         if only is not None:
             g = self.model.part(only).only(g)
         if self.optimizer == "sgd":

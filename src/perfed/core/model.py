@@ -87,17 +87,20 @@ class Model:
                 "Model needs a function that builds the network (each seed starts from its own), not a network"
             )
         self.build, self.dtype, self.device = build, dtype, torch.device(device)
-        net = swap(self._fresh(seed=0)).to(self.device, dtype).requires_grad_(False)
+        net = swap(self._fresh(seed=0)).to(self.device, dtype)
+        frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
+        net.requires_grad_(False)
         self._nets = {mode: copy.deepcopy(net).train(mode != "eval") for mode in ("eval", "train", "weighted")}
         for module in self._nets["weighted"].modules():
             if isinstance(module, Norm):
                 module.weighted = True
         self._keyed = [name for name, m in net.named_modules() if isinstance(m, Drop)]
+        self._drops = {mode: [m for m in n.modules() if isinstance(m, Drop)] for mode, n in self._nets.items()}
         self._normed = [name for name, m in net.named_modules() if isinstance(m, Norm)]
 
         params = {name: p.shape for name, p in net.named_parameters()}
-        temporary = {f"{name}.samples" for name in self._normed} | {f"{name}.key" for name in self._keyed}
-        buffers = {n: b.shape for n, b in net.named_buffers() if b.is_floating_point() and n not in temporary}
+        kept = net.state_dict()  # buffers that are not saved, such as tables of positions, are constants
+        buffers = {n: b.shape for n, b in net.named_buffers() if b.is_floating_point() and n in kept}
         if not params:
             raise Problem("the model has no parameters")
         self.shapes = params | buffers
@@ -110,9 +113,13 @@ class Model:
         self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
         self._inits: dict[int, Tensor] = {}
         self._parts: dict[str, Part] = {}
-        self._name_parts(net, head)
+        self.frozen = bool(frozen)
+        self._name_parts(net, head, frozen)
+        self._seen: list[Tensor] | None = None  # what enters the head, while `features` asks for it
+        for net in self._nets.values():
+            net.get_submodule(self.head_name).register_forward_pre_hook(self._look)
 
-    def _name_parts(self, net: nn.Module, head: str) -> None:
+    def _name_parts(self, net: nn.Module, head: str, frozen: list[str]) -> None:
         owner = [name.rpartition(".")[0] for name in self.shapes]
         owners = list(dict.fromkeys(owner[: len(self.shapes) - len(self._buffers)]))
         self.layers = owners  # names of the modules that own parameters, in order
@@ -124,13 +131,18 @@ class Model:
         self.head = self._part([o == head or o.startswith(head + ".") for o in owner])
         self.body = self._part([not (o == head or o.startswith(head + ".")) for o in owner])
         self.norm = self._part([isinstance(modules[o], norms) for o in owner])
-        self.weights = self._part([name not in self._buffers for name in self.shapes])
+        self.weights = self._part([name not in (*self._buffers, *frozen) for name in self.shapes])  # what is learned
         self.everything = self._part([True] * len(owner))
         index = torch.tensor([owners.index(o) if o in owners else -1 for o in owner] + [-1])
         self.layer = torch.repeat_interleave(index, torch.tensor(self._sizes)).to(self.device)  # [width], -1: no layer
 
     def _part(self, flags: list[bool]) -> Part:
         return Part(torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device))
+
+    @property
+    def fixed(self) -> bool:
+        """Whether theta has entries that are not learned: statistics, or parameters the user has frozen."""
+        return self.Q > 0 or self.frozen
 
     @property
     def keyed(self) -> bool:
@@ -231,13 +243,17 @@ class Model:
 
     def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(logits, what enters the head, theta with fresh statistics): the representation a sample has."""
-        net, seen = self._nets["eval" if not train else "train" if batch.weight is None else "weighted"], []
-        hook = net.get_submodule(self.head_name).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        self._seen = seen = []
         try:
             out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         finally:
-            hook.remove()
+            self._seen = None
         return out, seen[0].flatten(1), theta
+
+    def _look(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # Hooked to the head once and for all: a hook that comes and goes cannot be compiled.
+        if self._seen is not None:
+            self._seen.append(inputs[0])
 
     def _find_slots(self, net: nn.Module) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
         """Where each tensor of the network is looked up: its module's own dictionaries, and what is in them."""
@@ -251,6 +267,8 @@ class Model:
         return slots
 
     def _call(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Any:
+        for drop in self._drops[mode]:
+            drop.calls = 0
         if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x) or any(map(_wrapped, parts.values())):
             return functional_call(self._nets[mode], parts, (x,), options)
         # The same call without functional_call's bookkeeping, which costs as much as a small network does.
@@ -294,6 +312,8 @@ class Model:
                 value, fresh = loss(leaf, batch, train)
             (g,) = torch.autograd.grad(value, leaf)
             value = value.detach()
+        if self.frozen:
+            g = self.weights.only(g)
         return g, (fresh.detach() if self.Q else theta), value
 
 

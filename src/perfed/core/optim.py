@@ -39,11 +39,3 @@ def adam_start(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Adam's state before its first step."""
     zero = torch.zeros_like(theta)
     return zero, zero, torch.zeros_like(theta[0])
-
-
-def simplex(v: Tensor) -> Tensor:
-    """The nearest point of the probability simplex, for each column of `v`."""
-    u = v.sort(0, descending=True)[0]
-    over = (u.cumsum(0) - 1) / torch.arange(1, len(v) + 1, device=v.device)[:, None]
-    last = (u > over).sum(0, keepdim=True) - 1
-    return (v - over.gather(0, last)).clamp_min(0)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
-# Purposes: the last part of a key, so that two uses never share a stream.
-COHORT, TRAIN, PERSONALISE, DROPOUT = 1, 2, 3, 4
+# Purposes: the first part of a key, so that two uses never share a stream.
+COHORT, TRAIN, PERSONALISE, WIRE, SELECT = 1, 2, 3, 4, 5
 
 
 def _mix(z: Tensor) -> Tensor:

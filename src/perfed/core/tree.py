@@ -29,11 +29,6 @@ def stack(trees: Sequence[Any]) -> Any:
     return tree_map(lambda *t: torch.stack(t), *trees)
 
 
-def numbers(tree: Any) -> int:
-    """How many numbers a tree holds."""
-    return sum(t.numel() for t in leaves(tree))
-
-
 def pack(tree: Any) -> tuple[Any, list[Tensor]]:
     """A JSON skeleton and the tensors it points to; the inverse of `unpack`."""
     tensors: list[Tensor] = []
@@ -46,7 +41,7 @@ def pack(tree: Any) -> tuple[Any, list[Tensor]]:
             if not all(isinstance(key, str) for key in node):
                 raise TypeError(f"a state's keys must be text, not {list(node)}")
             return {"dict": {key: walk(value) for key, value in node.items()}}
-        if isinstance(node, tuple | list):
+        if type(node) in (tuple, list):  # a NamedTuple would not come back as one
             return {type(node).__name__: [walk(value) for value in node]}
         if node is None or isinstance(node, bool | int | float | str):
             return {"value": node}

@@ -24,7 +24,8 @@ _PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".joblib"}
 
 def load(config: DataConfig, _seed: int) -> Pool:
     """All clients found at data.dir."""
-    tables = [table for table in _tables(config) if len(table.y) or table.part in (TRAIN, UNDECIDED)]
+    tables, columns = _tables(config)
+    tables = [table for table in tables if len(table.y) or table.part in (TRAIN, UNDECIDED)]
     for table in tables:
         _check(table)
     first = tables[0]
@@ -33,24 +34,25 @@ def load(config: DataConfig, _seed: int) -> Pool:
             kind = lambda t: f"{t.x.dtype} samples of shape {t.x.shape[1:]}"
             where = f"client '{table.client}' ({table.file.name})"
             raise Problem(f"{where} has {kind(table)}, but client '{first.client}' has {kind(first)}")
-    y = _labels(tables)
+    y, labels = _labels(tables)
     x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
     sizes = [len(table.y) for table in tables]
     names = tuple(dict.fromkeys(table.client for table in tables))
     number = {name: i for i, name in enumerate(names)}
     owner = np.repeat([number[table.client] for table in tables], sizes)
     part = np.repeat([table.part for table in tables], sizes)
-    return Pool(x, y, int(y.max()) + 1, owner=owner, names=names, part=part)
+    return Pool(x, y, int(y.max()) + 1, owner=owner, names=names, part=part, labels=labels, columns=columns)
 
 
-def _tables(config: DataConfig) -> list[Table]:
+def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None]:
     if config.dir is None:
         raise Problem("data set 'folder' needs data.dir: the folder with one .npz or .csv per client, or one .csv file")
     path = Path(config.dir).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".csv":
             raise Problem(f"data.dir must be a folder or one .csv file, not '{config.dir}'")
-        return read_csv(path, config, None, several=False)[0]
+        tables, columns = read_csv(path, config, None, several=False)
+        return tables, tuple(columns)
     if not path.is_dir():
         raise Problem(f"data.dir: there is no folder '{config.dir}'")
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
@@ -64,13 +66,13 @@ def _tables(config: DataConfig) -> list[Table]:
     if not npz and not texts:
         raise Problem(f"data.dir '{config.dir}' holds no .npz and no .csv file")
     if npz:
-        return [table for file in npz for table in _read(file)]
+        return [table for file in npz for table in _read(file)], None
     tables: list[Table] = []
-    columns = None
+    columns: list[str] | None = None
     for file in texts:
         more, columns = read_csv(file, config, columns, several=len(texts) > 1)
         tables += more
-    return tables
+    return tables, tuple(columns or ())
 
 
 def _read(file: Path) -> list[Table]:
@@ -118,14 +120,15 @@ def _is_image(table: Table) -> bool:
     return table.x.dtype == np.uint8 and table.x.ndim == 4
 
 
-def _labels(tables: list[Table]) -> np.ndarray:
-    """Labels of all tables as class numbers; text that is not numbers is numbered in alphabetical order."""
+def _labels(tables: list[Table]) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Labels as class numbers, and their names where they are text, which is numbered in alphabetical order."""
     if any(table.y.dtype.kind == "U" for table in tables):
         text = np.concatenate([table.y.astype(str) for table in tables])
         try:
             text.astype(np.float64)
         except ValueError:
-            return np.unique(text, return_inverse=True)[1].astype(np.int64)
+            names, numbers = np.unique(text, return_inverse=True)
+            return numbers.astype(np.int64), tuple(map(str, names))
     numbers = [table.y.astype(np.float64) for table in tables]
     for table, y in zip(tables, numbers, strict=True):
         bad = ~((y >= 0) & (y < MOST_CLASSES) & (y == np.floor(y)))
@@ -135,4 +138,4 @@ def _labels(tables: list[Table]) -> np.ndarray:
                 f"{table.row(i).replace(' of x', ' of y')}: the label {table.y[i]} is not a whole number from 0 to "
                 f"{MOST_CLASSES - 1}"
             )
-    return np.concatenate(numbers).astype(np.int64)
+    return np.concatenate(numbers).astype(np.int64), None

@@ -26,6 +26,8 @@ class Pool:
     mean: np.ndarray | None = None  # [channels], of x / 255
     std: np.ndarray | None = None
     names: tuple[str, ...] | None = None  # what people call each owner
+    labels: tuple[str, ...] | None = None  # what the classes are called, where labels were text
+    columns: tuple[str, ...] | None = None  # what the features are called, in a table
     part: np.ndarray | None = None  # [rows], TRAIN, VAL or TEST where the source has decided, else UNDECIDED
 
 

@@ -26,7 +26,8 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
         tables[name] = Split(x, y, tuple(len(c) for c in chosen))
     put = lambda a: None if a is None else torch.tensor(a, dtype=torch.float32).reshape(-1, 1, 1)
     names = _names(pool, rows, config)
-    return Clients(names, **tables, classes=pool.classes, mean=put(pool.mean), std=put(pool.std))
+    known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
+    return Clients(names, **tables, **known, mean=put(pool.mean), std=put(pool.std))
 
 
 def divide(y: np.ndarray, unit: np.ndarray | None, test: float, val: float, rng: np.random.Generator) -> np.ndarray:

@@ -65,5 +65,6 @@ def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> 
     if name == "workers":
         return Workers(method, clients, seed=run.seed, workers=run.workers)
     if name == "vectorised" and method.vectorised:
-        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile)
+        few = tuple(2**power for power in range(13)) if run.compile else ()  # every number of rows compiles anew
+        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile, sizes=few)
     return Sequential(method, clients, seed=run.seed)

@@ -18,7 +18,7 @@ from perfed.core.clients import Clients
 from perfed.core.data import Data
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method, State
-from perfed.core.random import PERSONALISE, TRAIN, derive
+from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
 from perfed.wire import Transform, identity
 
 
@@ -88,7 +88,7 @@ class _Training(NamedTuple):
         state, up = self.method.local(state, down, data)
         if not isinstance(up, Up):
             raise TypeError(f"local must return (state, Up), not (state, {type(up).__name__})")
-        up = self.wire(up, key)
+        up = self.wire(up, derive(key, WIRE))
         weight = data.size if up.weight is None else torch.as_tensor(up.weight, device=data.size.device)
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": weight.double()}
         return out if up.group is None else {**out, "group": up.group}

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from perfed.core.clients import Clients
-from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, step_key
+from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
+from perfed.core.data import form as shapes
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -101,7 +102,8 @@ class Block:
 
     def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """Samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
-        source, at = self.clients.split(split), index.clamp_min(0) + start[:, None]
+        source = self.clients.split(split)
+        at = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # a client without samples has no first
         x = self.clients.ready(source.x[at.flatten()], self.dtype)
         return x.unflatten(0, at.shape), source.y[at]
 
@@ -190,14 +192,16 @@ class _Fold(_Loop):
                     f[now:active] = c[now:active]
                 active, width = now, block.runner.width(now, count)
                 carry = [c[:width] for c in carry]
-            partial = any(_partial(n, plan, at) for n in size[:width])
+            partial = any(_partial(n, plan, at) for n in size[:active])
             batches = []
             for table, k in zip(index, keys, strict=True):
                 x, y = block.gather("train", table[:width, at], start[:width])
                 weight = (table[:width, at] >= 0).to(block.dtype) if partial else None
                 batches.append(Batch(x, y, weight, step_key(k[:width], at)))
             some = [g[:width] if b else g for g, b in zip(given, batched[carried:], strict=True)]
-            carry = block.runner.step(step, form, batched, batches, [*carry, *some])
+            before, carry = carry, block.runner.step(step, form, batched, batches, [*carry, *some])
+            if at == 0:
+                refuse_other_form(shapes(before), shapes(carry))
             filled = sum(min(plan.batch_size, n - at % plan.batches(n) * plan.batch_size) for n in size[:active])
             block.runner.count(width * slots, filled)
         for f, c in zip(final, carry, strict=True):
@@ -213,24 +217,23 @@ def _partial(size: int, plan: Plan, step: int) -> bool:
 
 
 def _table(key: Tensor, size: list[int], totals: list[int], plan: Plan) -> Tensor:
-    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full."""
-    if not totals or totals[0] == 0:
-        return torch.empty(len(size), 0, 0, dtype=torch.int64, device=key.device)
-    longest, per_epoch = max(size), torch.tensor([plan.batches(n) for n in size], device=key.device)[:, None]
-    epochs = max(-(-total // plan.batches(n)) for total, n in zip(totals, size, strict=True))
-    n = torch.tensor(size, device=key.device)
-    orders = []
-    for epoch in range(epochs):
-        order = shuffle(order_key(key, epoch), n, longest)
+    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full; finished rows keep -1 only."""
+    slots = min(plan.batch_size, max(size))
+    table = torch.full((len(size), totals[0] if totals else 0, plan.batch_size), -1, device=key.device)
+    per_epoch = [plan.batches(n) for n in size]
+    for epoch in range(max((-(-t // max(p, 1)) for t, p in zip(totals, per_epoch, strict=True)), default=0)):
+        rows = [r for r, (t, p) in enumerate(zip(totals, per_epoch, strict=True)) if t > epoch * p]
+        longest, where = max(size[r] for r in rows), torch.tensor(rows, device=key.device)
+        order = shuffle(order_key(key[where], epoch), torch.tensor(size, device=key.device)[where], longest)
         fill = plan.batches(longest) * plan.batch_size - longest
-        orders.append(torch.nn.functional.pad(order, (0, fill), value=-1).unflatten(1, (-1, plan.batch_size)))
-    last = torch.tensor(totals, device=key.device)[:, None] - 1
-    step = torch.minimum(
-        torch.arange(totals[0], device=key.device)[None], last
-    )  # finished rows repeat their last batch
-    row = torch.arange(len(size), device=key.device)[:, None]
-    table = torch.stack(orders, 1)[row, step // per_epoch, step % per_epoch]
-    return table[..., : min(plan.batch_size, longest)]
+        order = torch.nn.functional.pad(order, (0, fill), value=-1).unflatten(1, (-1, plan.batch_size))
+        # (row, batch) pairs of this epoch, on the host, which knows all sizes: nothing waits for the device.
+        taken = torch.tensor([min(per_epoch[r], totals[r] - epoch * per_epoch[r]) for r in rows])
+        row, batch = (torch.arange(int(taken.max())) < taken[:, None]).nonzero().T
+        step = batch + epoch * torch.tensor([per_epoch[r] for r in rows])[row]
+        row, batch, step = row.to(key.device), batch.to(key.device), step.to(key.device)
+        table[where[row], step] = order[row, batch]
+    return table[..., :slots]
 
 
 class _Mean(_Loop):
@@ -247,6 +250,8 @@ class _Mean(_Loop):
         start, key = block.start(split)[where], key[where]
         inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         function, owner, fixed = check_step(fn)
+        if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
+            split, start = "train", torch.zeros_like(start)
 
         def one(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
             value = function(owner, *fixed, Batch(x, y, weight, key), unflatten(list(inside), form))
@@ -287,7 +292,7 @@ class Runner:
 
     def width(self, active: int, count: int) -> int:
         """Rows to run for this many active ones: rounded up to an allowed number, so that few shapes occur."""
-        return next((b for b in self.blocks if b >= active), count) if self.blocks else active
+        return min(next((b for b in self.blocks if b >= active), count), count) if self.blocks else active
 
     def count(self, executed: int, useful: int) -> None:
         self.executed += executed

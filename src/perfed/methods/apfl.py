@@ -17,8 +17,10 @@ from perfed.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class APFL(FedAvg):
-    mix: float = hyper(0.5, "share alpha of v in the mixture before training; 0 is FedAvg, 1 Local", at_least=0, at_most=1)
-    alpha_lr: float = hyper(0.1, "learning rate of alpha; 0 keeps it fixed", at_least=0)
+    mix: float = hyper(
+        0.5, "share alpha of v in the mixture before training; 0 is FedAvg, 1 Local", at_least=0, at_most=1
+    )
+    alpha_lr: float = hyper(0.01, "learning rate of alpha; 0 keeps it fixed", at_least=0)
 
     evaluates = "assembled"
     category = "personalised models: interpolation"

@@ -1,4 +1,4 @@
-"""FedAlt: any part of the model stays with the client, the rest is shared; first the personal part moves, then the rest.
+"""FedAlt: any part of the model stays with the client, the rest is shared; the personal part moves first.
 
 Pillutla, Malik, Mohamed, Rabbat, Sanjabi, Xiao: Federated Learning with Partial Model Personalization. ICML 2022,
 Algorithms 1 and 2. https://arxiv.org/abs/2204.03809
@@ -19,7 +19,7 @@ from perfed.methods.fedsim import FedSim
 
 @dataclass(frozen=True)
 class FedAlt(FedSim):
-    personal_epochs: int = hyper(5, "epochs tau_v of the personal part v; the shared u takes `epochs`", at_least=0)
+    personal_epochs: int = hyper(10, "epochs tau_v of the personal part v; the shared u takes `epochs`", at_least=0)
 
     def local(self, client, down, data):
         w = self.join(client, down)

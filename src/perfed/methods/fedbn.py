@@ -4,9 +4,9 @@ Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via L
 Algorithm 1. https://arxiv.org/abs/2102.07623
 
 Layers are found by type, not by the name 'bn', and their running statistics stay with their parameters. A model without
-such layers is refused: the method would be FedAvg. `personal` may name a part of them: '*.running_*' is SiloBN. A client
-that was never chosen has the initial statistics; `fine_tune` measures them. Averages with sample counts, the authors'
-code uniformly.
+such layers is refused: the method would be FedAvg. `personal` may name a part of them: '*.running_*' is SiloBN.
+Averages with sample counts, the authors' code uniformly. A client that was never chosen has the initial statistics;
+`fine_tune` measures them. Made for clients whose inputs differ, less for those whose labels do.
 """
 
 from dataclasses import dataclass

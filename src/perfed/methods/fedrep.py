@@ -20,7 +20,7 @@ HEAD = 1  # stream of the head's batches; the body's are those of the other meth
 
 @dataclass(frozen=True)
 class FedRep(Method):
-    head_epochs: int = hyper(5, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0)
+    head_epochs: int = hyper(10, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0)
 
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"

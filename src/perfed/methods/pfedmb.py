@@ -4,12 +4,12 @@ Mori, Yoshiyama, Furukawa, Teranishi: Personalized Federated Learning with Multi
 Algorithm 1. https://arxiv.org/abs/2211.07931
 
 The paper trains and sends B branches; here a client trains ONE merged network and sends one vector, with the same
-result. With alpha fixed the gradient of branch b is alpha_b times that of the merged layer, so W_b = c W_b(0) - alpha_b D
-and theta = c theta(0) - s D, s = sum_b alpha_b^2: SGD with the gradient times s moves theta, and D = (c theta(0) -
-theta) / s gives back every branch (c follows weight decay alone). Adam has no such form. Eq. 5 sums over participants; a
-branch that nobody uses stays. Eq. 3 is plain SGD and leaves the simplex open: `softmax` (at first a step B^2 times
-smaller) and `projection` keep it. Biases are branched with their layer; normalisation has one copy, averaged with n_i;
-the alpha phase moves no statistics. `fine_tune` tunes the merged network with the plain gradient, a step 1/s larger.
+result: with alpha fixed a branch's gradient is alpha_b times its layer's, so W_b = c W_b(0) - alpha_b D and theta = c
+theta(0) - s D, s = sum_b alpha_b^2; c follows weight decay alone. SGD on theta with the gradient times s is that of the
+branches; Adam is not. Eq. 5 sums over participants; a branch that nobody uses stays. Eq. 3 leaves the simplex open:
+`softmax` (at first a step B^2 times smaller) and `projection` keep it. Biases are branched with their layer;
+normalisation has one copy, averaged with n_i; the alpha phase has no momentum or decay and moves no statistics.
+`fine_tune` tunes the merged network with its plain gradient, which is a step 1/s times larger than the branches'.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,11 @@ import torch
 
 from perfed.core.errors import Problem
 from perfed.core.fields import hyper
-from perfed.core.messages import Down, Up
+from perfed.core.messages import Up
 from perfed.core.method import Method
-from perfed.core.optim import sgd, simplex
+from perfed.core.mixture import Mixture, convex, convex_step
+from perfed.core.optim import sgd
+from perfed.core.tree import rows
 
 
 @dataclass(frozen=True)
@@ -43,48 +45,19 @@ class PFedMB(Method):
             raise Problem("pfedmb needs SGD: Adam's steps do not scale with alpha, so B branches are not one vector")
 
     @cached_property
-    def layout(self):  # (branched entries, column of alpha for each entry, number of columns L, runs of equal columns)
-        inside = self.model.weights.mask & ~self.model.norm.mask
-        layers, index = self.model.layer[inside].unique(return_inverse=True)
-        L = 1 if self.shared_alpha else len(layers)
-        column = torch.full_like(self.model.layer, L)  # column L: what has one copy, in branch 0
-        column[inside] = index.clamp_max(L - 1)
-        columns, sizes = column.unique_consecutive(return_counts=True)
-        ends = sizes.cumsum(0)
-        runs = torch.stack([columns, ends - sizes, ends], 1).tolist()
-        return inside.nonzero().flatten(), column, L, runs
-
-    def blend(self, coefficients, rows):  # sums of rows [R, width] with [..., R, L + 1], by layer
-        return torch.cat([coefficients[..., l] @ rows[:, a:b] for l, a, b in self.layout[3]], -1)
-
-    def alpha(self, client):  # [B, L + 1]: the mixture, and (1, 0, ...) for what has one copy
-        alpha = client.softmax(0) if self.simplex == "softmax" else client
-        return torch.cat([alpha, torch.eye(self.branches, 1, dtype=alpha.dtype, device=alpha.device)], 1)
+    def layers(self):
+        return Mixture(self.model, self.model.weights.mask & ~self.model.norm.mask, self.shared_alpha)
 
     def init_server(self, clients):
         W = torch.stack([self.model.init(self.seed * self.branches + b) for b in range(self.branches)])
-        return torch.where(self.layout[1] < self.layout[2], self.init_scale * W, W)
+        return torch.where(self.layers.mask, self.init_scale * W, W[0])
 
     def init_client(self):
-        start = 0.0 if self.simplex == "softmax" else 1 / self.branches
-        return self.model.zeros().new_full((self.branches, self.layout[2]), start)
+        return self.model.zeros().new_full((self.branches, self.layers.L), 1 / self.branches)
 
-    def broadcast(self, server, ids):
-        return Down(shared={"first": server[0], "more": server[1:].index_select(1, self.layout[0])})
-
-    def received(self, down):  # [B, width]
-        first, more = down.shared["first"][None], down.shared["more"]
-        return torch.cat([first, first.repeat(len(more), 1).index_copy(1, self.layout[0], more)])
-
-    def alpha_step(self, client, batch, W):
-        alpha, L = self.alpha(client), self.layout[2]
-        g, _ = self.gradient(self.blend(alpha, W), batch)
-        slope = [sum(W[:, a:b] @ g[a:b] for k, a, b in self.layout[3] if k == l) for l in range(L)]
-        slope = torch.stack(slope, 1)  # of alpha
-        if self.simplex == "softmax":
-            slope = alpha[:, :L] * (slope - (alpha[:, :L] * slope).sum(0))
-        moved = client - self.alpha_lr * slope
-        return simplex(moved) if self.simplex == "projection" else moved
+    def alpha_step(self, a, batch, W):
+        g, _ = self.gradient(self.layers.blend(convex(a, self.simplex), W), batch)
+        return convex_step(a, self.layers.slopes(W, g), self.alpha_lr, self.simplex)
 
     def W_step(self, carry, batch, s):
         theta, v, c, p = carry
@@ -92,29 +65,30 @@ class PFedMB(Method):
         theta, v = self.update(fresh, v, s * g)
         return theta, v, *sgd(c, p, self.weight_decay * c, self.lr, self.momentum, self.nesterov)
 
-    def local(self, client, down, data):
-        W = self.received(down)
-        client = data.fold(self.alpha_step, client, W, stream=1)
-        alpha = self.alpha(client)
-        start, s, one = self.blend(alpha, W), (alpha**2).sum(0)[self.layout[1]], torch.ones_like(W[0, 0])
+    def local(self, a, down, data):
+        a = data.fold(self.alpha_step, a, down.shared, stream=1)
+        alpha, spread = convex(a, self.simplex), self.layers.spread
+        start, s, one = self.layers.blend(alpha, down.shared), spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
         theta, _, c, _ = data.fold(self.W_step, (start, self.start(start), one, 0 * one), s)
-        D = (c * start - theta) / s.clamp_min(1e-12)
-        if not self.inside_sums:
-            return client, Up(own={"D": D, "a": client, "c": c, "n": data.size.to(D.dtype)})
+        sent = {"D": (spread(c) * start - theta) / s.clamp_min(1e-12), "a": a, "c": c[0]}
+        if self.inside_sums:
+            return a, Up(mean=self.terms(sent))
+        return a, Up(own={**sent, "n": data.size.to(theta.dtype)})
+
+    def terms(self, sent):  # what eq. 5 averages with n_i: alpha_b, alpha_b c and alpha_b^2 D
+        alpha = convex(sent["a"], self.simplex)
         use = alpha if self.weighted else torch.ones_like(alpha)
-        return client, Up(mean={"use": use, "keep": c * use, "move": (use * alpha)[:, self.layout[1]] * D})
+        return {"use": use, "keep": use * sent["c"], "move": self.layers.spread(use * alpha) * sent["D"]}
 
     def aggregate(self, server, cohort):
-        if self.inside_sums:
-            use, keep, move = (cohort.mean[name] for name in ("use", "keep", "move"))
-        else:
-            a, c, n = torch.stack([self.alpha(one) for one in cohort.own["a"]]), cohort.own["c"], cohort.own["n"]
-            share = (n / n.sum())[:, None, None] * (a if self.weighted else torch.ones_like(a))
-            use, keep = share.sum(0), (share * c[:, None, None]).sum(0)
-            move = self.blend((share * a).transpose(0, 1), cohort.own["D"])
-        used, column = use.abs() > 1e-12, self.layout[1]
-        use = torch.where(used, use, 1.0)
-        return torch.where(used, keep / use, 1.0)[:, column] * server - (used / use)[:, column] * move
+        mean = cohort.mean
+        if not self.inside_sums:
+            mean, n = {}, cohort.own["n"]
+            for i, share in enumerate(n / n.sum()):  # one by one: B vectors in memory, not B for each client
+                mean = {name: mean.get(name, 0) + share * t for name, t in self.terms(rows(cohort.own, i)).items()}
+        used, spread = mean["use"] > 1e-12, self.layers.spread
+        use = torch.where(used, mean["use"], 1.0)
+        return spread(torch.where(used, mean["keep"] / use, 1.0)) * server - spread(used / use) * mean["move"]
 
-    def personalise(self, client, down, data):
-        return self.blend(self.alpha(client), self.received(down))
+    def personalise(self, a, down, data):
+        return self.layers.blend(convex(a, self.simplex), down.shared)

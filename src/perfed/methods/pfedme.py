@@ -19,7 +19,7 @@ from perfed.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class PFedMe(FedAvg):
-    lam: float = hyper(2.0, "tie lambda between theta and w_i", above=0)
+    lam: float = hyper(5.0, "tie lambda between theta and w_i", above=0)
     inner_lr: float = hyper(0.1, "step size etahat of theta (lr is eta, of w_i)", above=0)
     inner_steps: int = hyper(5, "steps K of theta on each batch", at_least=1)
     steps: int = hyper(0, "batches R per round; 0: all batches of `epochs` epochs", at_least=0)

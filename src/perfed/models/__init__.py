@@ -65,6 +65,26 @@ def check_name(name: str) -> None:
         raise Problem(f"model.name: there is no network '{name}'{known} (your own: path.py:factory)")
 
 
+def refuse_mixing(make: Callable[[], nn.Module], clients: Clients) -> None:
+    """Refuse a network whose output for one sample depends on the samples beside it, other than through BatchNorm.
+
+    In a block, the filling of a partial batch stands beside real samples; only our own layers know to ignore it.
+    """
+    import torch
+
+    from perfed.core.model import Model
+    from perfed.core.random import derive
+
+    model = Model(make)
+    theta, x = model.init(0), clients.ready(clients.train.x[:1], torch.float32).cpu()
+    pair = torch.cat([x, 2 * x + 1])
+    with torch.no_grad():
+        alone = model.apply(theta, x, train=True, weight=torch.ones(1), key=derive(0))[0]
+        beside = model.apply(theta, pair, train=True, weight=torch.tensor([1.0, 0.0]), key=derive(0))[0]
+    if not torch.allclose(alone[0], beside[0], rtol=1e-3, atol=1e-4):
+        raise Problem("the network mixes the samples of a batch other than through BatchNorm: use --engine workers")
+
+
 def suits(shape: tuple[int, ...]) -> str:
     """The network that is used where none is named."""
     return "fedavgcnn" if len(shape) == 3 and min(shape[1:]) >= 28 else "mlp"
@@ -74,6 +94,8 @@ def _try(make: Callable[[], nn.Module], name: str, clients: Clients) -> None:
     """Make the network once and give it one sample, so that what does not fit is found before training."""
     import torch
     from torch import Tensor, nn
+
+    from perfed.core.layers import swap
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # the trial must not change what is drawn later
         try:
@@ -87,10 +109,18 @@ def _try(make: Callable[[], nn.Module], name: str, clients: Clients) -> None:
         sample = clients.ready(clients.train.x[:1], torch.float32).cpu()
         try:
             logits = model.eval()(sample)
+            ours, before = swap(model).train(), torch.get_rng_state()
+            ours(torch.cat([sample, sample]))
+            random = not torch.equal(before, torch.get_rng_state())
         except Exception as error:
             raise Problem(
                 f"model.name '{name}' cannot take a sample of shape {clients.shape}: {type(error).__name__}: {error}"
             ) from error
+    if random:
+        raise Problem(
+            f"model.name '{name}' draws random numbers of its own in training, which no seed of a run reaches: "
+            "use nn.Dropout as a module"
+        )
     if not isinstance(logits, Tensor) or logits.shape != (1, clients.classes):
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise Problem(

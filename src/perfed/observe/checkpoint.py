@@ -56,6 +56,8 @@ def restore(folder: Path, federation: Federation, notice: Callable[[str], None])
     for at, path in enumerate(found):
         try:
             state = files.load_tree(path)
+            for name, size in state["logs"].items():
+                files.long_enough(folder / name, size)
         except Problem as problem:
             if at == len(found) - 1:
                 raise

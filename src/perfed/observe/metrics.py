@@ -45,7 +45,10 @@ class MetricsLog:
             file.writelines(json.dumps(line, sort_keys=True) + "\n" for line in lines)
 
     def sizes(self) -> dict[str, int]:
-        """How long each log is now."""
+        """How long each log is now; on disk, because a checkpoint will vouch for it."""
+        for path in self.paths.values():
+            if path.exists():
+                files.sync(path)
         return {name: path.stat().st_size if path.exists() else 0 for name, path in self.paths.items()}
 
 

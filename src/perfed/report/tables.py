@@ -42,7 +42,7 @@ def lines(run: Run) -> list[tuple[str, ...]]:
         accuracy = [score(one["accuracy"][k]) for k in ("mean", "weighted", "worst10")]
         better = ("-", "-", "-")
         if gain is not None:
-            known = f"{gain['better']} of {one['clients']}"
+            known = f"{gain['better']} of {gain['clients']}"
             better = (known, signed(gain["mean"]), "n/a" if gain["p"] is None else f"{gain['p']:.3f}")
         *better, p = better
         tail = (size(sent["down"]), size(sent["up"]), p, f"{one['seconds']:.1f} s")

@@ -1,0 +1,282 @@
+"""FedFomo: others' models, weighted by what they are worth on validation data."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reference import (
+    NEVER,
+    ROUNDS,
+    World,
+    check_kept,
+    check_no_alias,
+    close,
+    differs,
+    flat,
+    norm_net,
+    per_client,
+    personal,
+    plain_net,
+    same,
+    weights,
+)
+
+from perfed.contract import disagreeing_clients
+from perfed.core.clients import Split
+from perfed.core.errors import Problem
+from perfed.core.messages import Down
+from perfed.methods.fedfomo import FedFomo
+from perfed.methods.local import Local
+
+N = 5
+LONG = (*ROUNDS, (0, 1, 3), (1, 2, 4))
+
+
+def blend(world, base, nets, shares):
+    """base + sum of shares (net - base), with statistics."""
+    out, b, states = world.net(), base.state_dict(), [net.state_dict() for net in nets]
+    at = lambda k: b[k] + sum(s * (state[k] - b[k]) for s, state in zip(shares, states, strict=True))
+    out.load_state_dict({k: at(k) if v.is_floating_point() else v for k, v in b.items()})
+    return out
+
+
+def reference(world, chosen, base="trained", rounds=LONG, split="val"):
+    """Who is downloaded is given: round -> client -> list."""
+    nets, bases = [world.net() for _ in range(N)], [world.net() for _ in range(N)]
+    P = torch.zeros(N, N, dtype=torch.float64)
+    for round, cohort in enumerate(rounds, 1):
+        new = {}
+        for i in cohort:
+            ids = [i, *chosen[round][i]]
+            worth = []
+            for j in ids:
+                gain = float((world.risk(bases[i], i, split) - world.risk(nets[j], i, split)).detach())
+                apart = float((weights(nets[j]) - weights(bases[i])).norm())
+                worth.append(gain / apart if apart else 0.0)
+            total = sum(max(x, 0.0) for x in worth)
+            shares = [max(x, 0.0) / total if total else 0.0 for x in worth]
+            start = blend(world, bases[i], [nets[j] for j in ids], shares)
+            new[i] = (world.train(start, world.batches(i, round)), start)
+            for j, x in zip(ids[1:], worth[1:], strict=True):
+                P[i, j] += x / (sum(map(abs, worth)) or 1.0)
+        for i, (net, start) in new.items():
+            bases[i] = nets[i] if base == "trained" else start
+            nets[i] = net
+    return nets, bases, P
+
+
+def weights_of(theta, model):
+    return theta[: model.P]
+
+
+def play(fed, rounds=LONG):
+    """Run, and note who downloads whom."""
+    chosen = {}
+    for round, cohort in enumerate(rounds, 1):
+        ids = torch.tensor(cohort)
+        chosen[round] = dict(zip(cohort, fed.method.choose(fed.server, ids).tolist(), strict=True))
+        fed.step(cohort)
+    return chosen
+
+
+@pytest.mark.parametrize("base", ["trained", "begun"])
+@pytest.mark.parametrize("build", [plain_net, norm_net])
+def test_equals_the_reference(build, base, clients):
+    world = World(build, clients, momentum=0.9)
+    fed = world.federation(FedFomo, base=base, downloads=2)
+    nets, bases, P = reference(world, play(fed), base)
+    same(fed.server["preference"], P)
+    assert P.count_nonzero() > 8
+    for i, theta in enumerate(personal(fed)):
+        close(theta, flat(nets[i]))
+        close(fed.state(i)["base"], flat(bases[i]))
+        close(fed.server["models"][i], flat(nets[i]))
+    assert differs(personal(fed), personal(world.run(Local, LONG)))
+
+
+def test_without_any_validation_samples_training_data_decide(clients):
+    world = World(plain_net, replace(clients, val=Split(clients.val.x[:0], clients.val.y[:0], (0,) * N)))
+    fed = world.federation(FedFomo, downloads=2)
+    nets = reference(world, play(fed), split="train")[0]
+    for i in range(N):
+        close(fed.state(i)["w"], flat(nets[i]))
+
+
+@pytest.mark.parametrize("i", [0, 4])
+def test_a_client_without_validation_samples_uses_its_training_data(i, clients):
+    """The others still use theirs. The last client's rows would lie behind the end of the table."""
+    sizes = [0 if j == i else n for j, n in enumerate(clients.val.size)]
+    rows = torch.cat([torch.full((n,), j != i) for j, n in enumerate(clients.val.size)])
+    some = replace(clients, val=Split(clients.val.x[rows], clients.val.y[rows], tuple(sizes)))
+    world = World(plain_net, clients)
+    base = world.run(FedFomo, LONG, downloads=4)
+    found = []
+    for data in (some, replace(clients, val=clients.train), clients):
+        fed = world.federation(FedFomo, clients=data, downloads=4)
+        fed.server, fed.states, fed.round = base.server, dict(base.states), len(LONG)
+        fed.step((i, 2) if i > 2 else (i, 3))
+        found.append(fed.server["preference"])
+    same(found[0][i], found[1][i])
+    assert differs(found[0][i], found[2][i])
+    same(found[0][3 if i < 3 else 2], found[2][3 if i < 3 else 2])
+
+
+def test_own_trained_model_is_a_candidate_that_costs_nothing():
+    """With nothing useful from others a client keeps its progress: it is Local, one download or none."""
+    clients = disagreeing_clients(groups=1, each=3)
+    world = World(plain_net, clients)
+    fed, alone = world.federation(FedFomo, downloads=1), world.federation(Local)
+    useless = 20 * fed.method.model.init(7)
+    for _ in range(4):
+        fed.server = fed.server | {"models": useless.repeat(3, 1)}
+        fed.step(range(3))
+        alone.step(range(3))
+    same(personal(fed), personal(alone))
+    assert differs(personal(fed), fed.method.model.init(5))
+
+
+def test_nothing_better_means_back_to_the_base(clients):
+    fed = World(plain_net, clients, lr=1e-12, weight_decay=0).run(FedFomo, ROUNDS)
+    good, bad = fed.method.model.init(5), 20 * fed.method.model.init(7)
+    fed.states[0] = {"base": good, "w": bad}
+    fed.server = fed.server | {"models": bad.repeat(N, 1)}
+    fed.step((0,))
+    torch.testing.assert_close(fed.state(0)["w"], good, rtol=0, atol=1e-9)
+
+
+def test_weights_are_clipped_and_sum_to_1(clients):
+    """A model with a worse loss has no part in the mixture, however far it is."""
+    clients = replace(clients, val=clients.train)
+    fed = World(plain_net, clients, lr=1e-12, weight_decay=0).run(FedFomo, ROUNDS, downloads=4)
+    trained = World(plain_net, clients, lr=0.2).run(Local, [(0,)] * 20).state(0)
+    start = fed.method.model.init(5)
+    models = 20 * fed.method.model.init(7).repeat(N, 1)
+    models[2] = trained
+    fed.states[0] = {"base": start, "w": start.clone()}
+    fed.server = fed.server | {"models": models}
+    before = fed.server["preference"][0].clone()
+    fed.step((0,))
+    # All weight is on client 2: nothing is left of the base.
+    torch.testing.assert_close(fed.state(0)["w"], trained, rtol=0, atol=1e-9)
+    change = fed.server["preference"][0] - before
+    assert change[2] > 0
+    assert (change[[1, 3, 4]] < 0).all()  # preferences are signed
+    same(float(change.abs().sum()), 1.0)
+
+
+def test_distances_are_of_parameters_only(clients):
+    """Statistics that differ do not change a weight: one model twice, once with a base of other statistics."""
+    world = World(norm_net, clients, lr=1e-12, weight_decay=0)
+    fed = world.run(FedFomo, [(0, 1, 2)], downloads=1, epsilon=0)
+    model, method = fed.method.model, fed.method
+    base, w, other = (model.init(seed) for seed in (1, 2, 3))
+    losses = torch.tensor([2.0, 1.0, 1.5], dtype=torch.float64)
+
+    class Fixed:
+        def mean(self, fn, models, split="train"):
+            return losses
+
+        def count(self, split):
+            return torch.tensor(1)
+
+        def fold(self, step, carry, given, **how):
+            return carry
+
+    for shift in (0.0, 7.0):
+        moved = base.clone()
+        moved[model.P : model.size] += shift
+        up = method.local({"base": moved, "w": w}, Down(own=other[None]), Fixed())[1]
+        own, others = 1 / weights_of(w - base, model).norm(), 0.5 / weights_of(other - base, model).norm()
+        same(float(up.own[1]), float(others / (own + others)))
+
+
+def test_choice_is_never_oneself_never_twice_and_repeatable(clients):
+    fed = World(plain_net, clients).run(FedFomo, downloads=3)
+    ids = torch.arange(N)
+    chosen = fed.method.choose(fed.server, ids)
+    for i, row in enumerate(chosen.tolist()):
+        assert i not in row
+        assert len(set(row)) == 3
+    assert torch.equal(fed.method.choose(fed.server, ids[2:4]), chosen[2:4])  # whoever else asks
+
+
+def test_greedy_takes_the_preferred_and_epsilon_1_ignores_them(clients):
+    world = World(plain_net, clients)
+    liked = torch.tensor([[0, 4, 3, 2, 1.0]] * N, dtype=torch.float64)
+    greedy, random = (world.federation(FedFomo, downloads=2, epsilon=e, decay=0).method for e in (0, 1))
+    server = greedy.init_server(N) | {"preference": liked, "seen": torch.ones(N, dtype=torch.bool)}
+    assert [set(row) for row in greedy.choose(server, torch.arange(N)).tolist()] == [
+        {1, 2}, {2, 3}, {1, 3}, {1, 2}, {1, 2}
+    ]  # fmt: skip
+    counts = torch.zeros(N)
+    for round in range(400):
+        counts[random.choose(server | {"round": torch.tensor(round)}, torch.tensor([0]))[0]] += 1
+    assert counts[0] == 0
+    assert (counts[1:] - 200).abs().max() < 50
+
+
+def test_epsilon_is_a_share_of_the_downloads_and_decays(clients):
+    method = World(plain_net, clients).federation(FedFomo, downloads=1, epsilon=0.5, decay=0.25).method
+    liked = torch.zeros(N, N, dtype=torch.float64)
+    liked[0, 3] = 1
+    server = method.init_server(N) | {"preference": liked, "seen": torch.ones(N, dtype=torch.bool)}
+    others = lambda round, seeds: sum(
+        int(replace(method, seed=s).choose(server | {"round": torch.tensor(round)}, torch.tensor([0]))[0, 0] != 3)
+        for s in range(seeds)
+    )
+    assert 0.25 < others(0, 400) / 400 < 0.5  # 0.5 random, a quarter of which hits the favourite
+    assert 0.1 < others(1, 400) / 400 < 0.27
+    assert others(2, 100) == 0
+
+
+def test_ties_are_broken_at_random_and_differently_for_each_client(clients):
+    method = World(plain_net, clients).federation(FedFomo, downloads=1, epsilon=0).method
+    server = method.init_server(N) | {"seen": torch.ones(N, dtype=torch.bool)}
+    rows = [
+        tuple(method.choose(server | {"round": torch.tensor(r)}, torch.arange(N)).flatten().tolist()) for r in range(20)
+    ]
+    assert len(set(rows)) > 15
+    assert {row[0] for row in rows} == {1, 2, 3, 4}
+
+
+def test_models_that_were_never_uploaded_come_last(clients):
+    fed = World(plain_net, clients).run(FedFomo, [(0, 1, 3)], downloads=2, epsilon=1)
+    for round in range(30):
+        chosen = fed.method.choose(fed.server | {"round": torch.tensor(round)}, torch.arange(N))
+        assert all(set(row) <= {0, 1, 3} for row in chosen.tolist())
+
+
+def test_more_downloads_than_others_are_capped(clients):
+    world = World(norm_net, clients)
+    many, all_others = world.run(FedFomo, downloads=40), world.run(FedFomo, downloads=4)
+    assert per_client(many) == per_client(all_others)
+    same(personal(many), personal(all_others))
+    with pytest.raises(Problem, match="at least 1"):
+        world.federation(FedFomo, downloads=0)
+
+
+def test_no_look_at_test_data(clients):
+    world = World(plain_net, clients)
+    spoiled = replace(clients, test=replace(clients.test, x=-3 * clients.test.x, y=(clients.test.y + 1) % 3))
+    honest, other = (world.run(FedFomo, LONG, clients=c) for c in (clients, spoiled))
+    assert torch.equal(personal(other), personal(honest))
+    blind = replace(clients, val=replace(clients.val, y=(clients.val.y + 1) % 3))
+    assert differs(personal(world.run(FedFomo, LONG, clients=blind)), personal(honest))
+
+
+def test_non_participants_keep_their_state(clients):
+    fed = World(plain_net, clients).run(FedFomo)
+    before = {i: {name: t.clone() for name, t in fed.state(i).items()} for i in range(N)}
+    fed.step((0, 1, 2))
+    check_kept(fed, before, (3, NEVER))
+    assert differs(fed.state(0)["w"], before[0]["w"])
+    check_no_alias(fed)
+
+
+def test_M_models_down_one_up(clients):
+    world = World(norm_net, clients)
+    size = len(flat(world.net()))
+    for M in (1, 3):
+        fed = world.run(FedFomo, downloads=M)
+        assert per_client(fed) == (M * size, size + M)
+        assert fed.traffic.up_mean == fed.traffic.down_shared == 0
