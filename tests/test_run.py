@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import perfed
+from perfed import catalog
 from perfed.config import from_dict, place_flags, read_toml
 from perfed.report.tables import clients_csv
 from perfed.run import prepare, read_config
@@ -518,5 +519,5 @@ def test_place_flags_and_the_api_agree(small):
     picked = dataclasses.replace(made.run, device="cpu")  # a run's own file names what `auto` meant
     assert (picked, again.methods) == (again.run, made.methods)
     for entry in made.entries():
-        defaults = {name: f.default for name, f in entry.fields.items() if name not in ("seed", "cohort")}
+        defaults = {name: f.default for name, f in entry.fields.items() if name not in catalog.RUN_SETS}
         assert again.method[entry.name] == {**defaults, **made.settings(entry)}

@@ -26,7 +26,7 @@ from perfed.core.random import derive, uniform
 @dataclass(frozen=True)
 class APPLE(Method):
     lr: float = hyper(0.5, "learning rate of the own core model, whose gradient is p_ii g", above=0)
-    p_lr: float = hyper(0.0002, "learning rate of the mixture p; 0 keeps it at p0", at_least=0)
+    p_lr: float = hyper(0.0001, "learning rate of the mixture p; 0 keeps it at p0", at_least=0)
     mu: float = hyper(0.1, "weight of the penalty that holds p at p0", at_least=0)
     horizon: int = hyper(5, "rounds L after which the penalty is gone", at_least=1)
     schedule: Literal["exponential", "cosine"] = hyper("exponential", "how lam(r) falls from 1 to 0")
@@ -46,8 +46,8 @@ class APPLE(Method):
 
     def init_client(self):
         C = self.cores(self.population)
-        zero = C.new_zeros(len(C))  # p = 0: not begun
-        return {"p": zero, "had": zero.clone(), "w": C.mean(0), "copies": C if self.downloads else C[:0]}
+        state = {"p": C.new_zeros(len(C)), "had": C.new_zeros(len(C)), "w": C.mean(0)}  # p = 0: not begun
+        return {**state, "copies": C if self.downloads else C[:0]}
 
     def broadcast(self, server, ids):
         C, n, x, wants = server["cores"], server["n"], server["round"].double() / self.horizon, server["wants"][ids]
@@ -70,7 +70,7 @@ class APPLE(Method):
     def local(self, client, down, data):
         own, p0, round = down.own, down.shared["p0"], down.shared["round"]
         N, M, place = len(p0), len(own["wants"]), torch.arange(len(p0), device=p0.device)
-        me = (place == own["id"]).to(p0.dtype)
+        me = (place == own["id"]).to(p0.dtype)  # 1 at this client's place
         C = client["copies"].index_copy(0, own["wants"], own["cores"]) if self.downloads else down.shared["cores"]
         p = torch.where(client["p"].any(), client["p"], p0)
         given = {"C": C, "me": me, "c": me @ C, "p0": p0, "hold": self.mu * down.shared["lam"]}
@@ -80,8 +80,8 @@ class APPLE(Method):
         wish = p.abs() * (round * M / N).clamp_min(1.5).log() - (-luck.log()).log() + 1e3 * (1 - had)  # Gumbel
         wants = wish.masked_fill(me > 0, -torch.inf).topk(M).indices
         copies = C + me[:, None] * (c - given["c"]) if self.downloads else client["copies"]
-        client = {"p": p, "had": had, "w": self.mix(c, p, given), "copies": copies}
-        return client, Up(own={"cores": c, "n": data.size.to(p0.dtype), "wants": wants})
+        up = Up(own={"cores": c, "n": data.size.to(p0.dtype), "wants": wants})
+        return {"p": p, "had": had, "w": self.mix(c, p, given), "copies": copies}, up
 
     def aggregate(self, server, cohort):
         new = {name: server[name].index_copy(0, cohort.ids, rows) for name, rows in cohort.own.items()}

@@ -8,6 +8,7 @@ client's own trained model is always among the candidates (it costs no download)
 is the model trained a round before that (paper), or the one the last training began with (the published command, whose
 distances are L1). Losses are on validation data, on training data where a client has none. Preferences add the signed
 weights divided by the sum of their sizes. Models that were never uploaded come last. Clients see others' models.
+Where no two clients have alike data it ends near Local, here as in the comparisons of the pFedMB and PGFed papers.
 """
 
 from dataclasses import dataclass
@@ -43,8 +44,7 @@ class FedFomo(Method):
 
     def choose(self, server, ids):
         """Whose models the clients `ids` download, [m, M]: epsilon-greedy, ties at random."""
-        N, unseen = len(server["seen"]), ~server["seen"]
-        M = min(self.downloads, N - 1)
+        N, M, unseen = len(server["seen"]), min(self.downloads, len(server["seen"]) - 1), ~server["seen"]
         draw = uniform(derive(self.seed, 16, server["round"]), (N, N + M), torch.float64)[ids]
         explore = (draw[:, N:] < self.epsilon - self.decay * server["round"]).sum(1, keepdim=True)  # how many of M
         itself = torch.arange(N, device=ids.device) == ids[:, None]
