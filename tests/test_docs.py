@@ -1,5 +1,6 @@
 """Everything the README and the guides show runs, in order, in one folder per page; the table of methods is current."""
 
+import ast
 import os
 import re
 import shlex
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from perfed.catalog import methods
 from perfed.cli import main
 from perfed.report.methods import table
+from perfed.report.tables import markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,7 +52,7 @@ def test_readme_method_is_a_method(tmp_path):
     shown = next(text for kind, text in blocks(ROOT / "README.md") if "class FedProx" in text)
     (tmp_path / "shown.py").write_text('"""FedProx: as shown."""\n\n' + shown)
     from perfed import contract
-    from perfed.catalog import find, methods
+    from perfed.catalog import find
 
     mine, theirs = (
         contract.reference(contract.maker(e)()) for e in (find(str(tmp_path / "shown.py")), methods()["fedprox"])
@@ -57,14 +60,28 @@ def test_readme_method_is_a_method(tmp_path):
     contract.compare(mine, theirs, "the README's FedProx", tolerance=0)
 
 
-def test_table_of_methods_is_current():
-    text = (ROOT / "README.md").read_text()
-    head, rest = text.split("<!-- methods -->\n")
-    _, tail = rest.split("<!-- /methods -->")
-    expected = f"{head}<!-- methods -->\n{table()}<!-- /methods -->{tail}"
+def verified():
+    """What the tests of each method say, read off their names."""
+    rows = []
+    for name, entry in methods().items():
+        tree = ast.parse((ROOT / "tests" / "methods" / f"test_{name}.py").read_text())
+        tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        said = "; ".join(test.removeprefix("test_").replace("_", " ") for test in tests)
+        rows.append((f"[{entry.title}](../src/perfed/methods/{name}.py)", said))
+    return markdown(("method", "tests"), rows)
+
+
+@pytest.mark.parametrize(
+    ("page", "mark", "make"), [("README.md", "methods", table), ("docs/verified.md", "tests", verified)]
+)
+def test_generated_table_is_current(page, mark, make):
+    text = (ROOT / page).read_text()
+    head, rest = text.split(f"<!-- {mark} -->\n")
+    _, tail = rest.split(f"<!-- /{mark} -->")
+    expected = f"{head}<!-- {mark} -->\n{make()}<!-- /{mark} -->{tail}"
     if os.environ.get("PERFED_WRITE_DOCS"):
-        (ROOT / "README.md").write_text(expected)
-    assert text == expected, "run the tests once with PERFED_WRITE_DOCS=1 to bring the README's table up to date"
+        (ROOT / page).write_text(expected)
+    assert text == expected, "run the tests once with PERFED_WRITE_DOCS=1 to bring the table up to date"
 
 
 def test_links_lead_somewhere():

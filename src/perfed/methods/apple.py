@@ -45,9 +45,8 @@ class APPLE(Method):
         return {"cores": C, "n": C.new_zeros(clients), "round": torch.zeros_like(wants.sum()), "wants": wants}
 
     def init_client(self):
-        C = self.cores(self.population)
-        state = {"p": C.new_zeros(len(C)), "had": C.new_zeros(len(C)), "w": C.mean(0)}  # p = 0: not begun
-        return {**state, "copies": C if self.downloads else C[:0]}
+        C, (p, had) = self.cores(self.population), self.model.zeros().new_zeros(2, self.population)  # p = 0: not begun
+        return {"p": p, "had": had, "w": C.mean(0), "copies": C if self.downloads else C[:0]}
 
     def broadcast(self, server, ids):
         C, n, x, wants = server["cores"], server["n"], server["round"].double() / self.horizon, server["wants"][ids]
@@ -78,8 +77,8 @@ class APPLE(Method):
         had = torch.maximum(client["had"], (place[:, None] == own["wants"]).any(1).to(p0.dtype))
         luck = uniform(derive(self.seed, 16, round, own["id"]), (N,), torch.float64)
         wish = p.abs() * (round * M / N).clamp_min(1.5).log() - (-luck.log()).log() + 1e3 * (1 - had)  # Gumbel
-        wants = wish.masked_fill(me > 0, -torch.inf).topk(M).indices
         copies = C + me[:, None] * (c - given["c"]) if self.downloads else client["copies"]
+        wants = wish.masked_fill(me > 0, -torch.inf).topk(M).indices
         up = Up(own={"cores": c, "n": data.size.to(p0.dtype), "wants": wants})
         return {"p": p, "had": had, "w": self.mix(c, p, given), "copies": copies}, up
 
