@@ -16,7 +16,6 @@ from perfed.config import DataConfig
 from perfed.core.errors import Problem
 from perfed.newcomers import personalise
 
-
 CANNOT = ("apple", "fedfomo")  # they mix the models of the clients they know
 
 

@@ -23,7 +23,7 @@ import pytest
 import scipy.stats  # noqa: F401
 import sklearn.datasets  # noqa: F401
 
-from perfed import api, contract, files, run  # noqa: F401
+from perfed import api, contract, experiment, files  # noqa: F401
 from perfed.federation import Federation
 from perfed.observe.metrics import MetricsLog
 

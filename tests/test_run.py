@@ -21,8 +21,8 @@ from torch import nn
 import perfed
 from perfed import catalog
 from perfed.config import from_dict, place_flags, read_toml
+from perfed.experiment import prepare, read_config
 from perfed.report.tables import clients_csv
-from perfed.run import prepare, read_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename

@@ -28,7 +28,7 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
 
 def start(config: Config, out: Path | None, console: Console) -> Run:
     """A new run of a configuration."""
-    from perfed.run import create, prepare, train
+    from perfed.experiment import create, prepare, train
 
     experiment = prepare(config)
     folder = create(experiment, out)
@@ -38,7 +38,7 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
 
 def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished one is left as it is."""
-    from perfed.run import check_same, prepare, read_config, train
+    from perfed.experiment import check_same, prepare, read_config, train
 
     experiment = prepare(read_config(folder))
     check_same(experiment, folder, lambda text: console.print(text, highlight=False))

@@ -169,7 +169,7 @@ def run(
     made, console = _configure(methods, config, sets, settings), _console(json, quiet)
     _new_folder(out)
     from perfed import api
-    from perfed.run import create, prepare, train
+    from perfed.experiment import create, prepare, train
 
     experiment = prepare(made)
     folder = create(experiment, out)

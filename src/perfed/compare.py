@@ -15,10 +15,10 @@ from rich.console import Console
 from perfed import files
 from perfed.config import Config, from_dict, read_toml, to_toml
 from perfed.core.errors import Problem
+from perfed.experiment import BASELINE
 from perfed.models import is_path
 from perfed.report.tables import markdown, signed, size
 from perfed.results import Run, compare
-from perfed.run import BASELINE
 
 PLAN = "compare.json"
 HEADINGS = ("", "mean", "weighted", "worst tenth", "gain over Local", "better", "worse", "p", "down", "up")
@@ -31,7 +31,7 @@ def is_comparison(folder: Path) -> bool:
 
 def create(config: Config, seeds: int, out: Path | None) -> Path:
     """A folder for a comparison; its runs come later."""
-    from perfed.run import prepare
+    from perfed.experiment import prepare
 
     prepare(config)  # what is wrong is found before anything is written
     unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]

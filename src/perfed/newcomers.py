@@ -18,9 +18,9 @@ from perfed.core.method import Method
 from perfed.core.tree import rows, tree_map
 from perfed.datasets import load
 from perfed.engines.sequential import Sequential
+from perfed.experiment import SERVER, SPLITS, make_method, save_models
 from perfed.observe.metrics import by_client
 from perfed.results import Run
-from perfed.run import SERVER, SPLITS, make_method, save_models
 
 
 def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None) -> dict[str, Any]:

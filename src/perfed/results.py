@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from perfed import files
 from perfed.config import Config
 from perfed.core.errors import Problem, nearest
+from perfed.experiment import BASELINE, load_network, read_clients, read_config
 from perfed.observe.metrics import ROUNDS, TIMES, read
-from perfed.run import BASELINE, load_network, read_clients, read_config
 
 
 class ClientModel:

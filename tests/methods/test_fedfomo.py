@@ -21,10 +21,13 @@ from reference import (
     weights,
 )
 
+from perfed import contract
 from perfed.contract import disagreeing_clients
 from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
+from perfed.engines.sequential import Sequential
+from perfed.engines.vectorised import Vectorised
 from perfed.methods.fedfomo import FedFomo
 from perfed.methods.local import Local
 
@@ -280,3 +283,16 @@ def test_M_models_down_one_up(clients):
         fed = world.run(FedFomo, downloads=M)
         assert per_client(fed) == (M * size, size + M)
         assert fed.traffic.up_mean == fed.traffic.down_shared == 0
+
+
+@pytest.mark.parametrize("sizes", [(0,) * N, (0, 1, 2, 0, 0)])
+def test_engines_agree_without_validation_samples(sizes, clients):
+    """In blocks of two a whole block may have none, at the end of the table."""
+    val = Split(clients.val.x[: sum(sizes)], clients.val.y[: sum(sizes)], sizes)
+    few = replace(clients, val=val)
+    method = World(plain_net, few).federation(FedFomo).method
+    one = contract.play(Sequential(method, few, seed=5))
+    for block in (0, 2):
+        other = contract.play(Vectorised(method, few, seed=5, block=block))
+        same(other.server, one.server)
+        same(other.states, one.states)

@@ -64,9 +64,9 @@ def moved(net, vector):
     return net
 
 
-def reference(world, inner_lr, variant="hf", delta=0.01, draws=(0, 1, 2)):
+def reference(world, inner_lr, variant="hf", delta=0.01, draws=(0, 1, 2), rounds=ROUNDS):
     w = world.net()
-    for round, cohort in enumerate(ROUNDS, 1):
+    for round, cohort in enumerate(rounds, 1):
         nets = []
         for i in cohort:
             net = copy.deepcopy(w).train()
@@ -98,9 +98,10 @@ def adapted(world, w, i, inner_lr, split="train"):
     return moved(net, -inner_lr * slope(net))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("variant", ["hf", "fo"])
-@pytest.mark.parametrize("build", [plain_net, norm_net])
+@pytest.mark.parametrize(
+    ("build", "variant", "momentum"),
+    [(plain_net, "hf", 0.0), (plain_net, "fo", 0.9), (norm_net, "hf", 0.9), (norm_net, "fo", 0.0)],
+)
 def test_equals_the_reference(build, variant, momentum, clients):
     world = World(build, clients, momentum=momentum)
     fed = world.run(PerFedAvg, variant=variant, **STRONG)
@@ -112,11 +113,11 @@ def test_equals_the_reference(build, variant, momentum, clients):
 
 def test_variants_and_draws_differ(clients):
     """Three draws of batches: with one in place of three the result is another."""
-    world = World(plain_net, clients)
-    full = flat(reference(world, **STRONG))
-    assert differs(full, flat(reference(world, draws=(0, 0, 0), **STRONG)))
-    assert differs(full, flat(reference(world, draws=(0, 1, 1), **STRONG)))
-    assert differs(full, flat(reference(world, variant="fo", **STRONG)))
+    world, short = World(plain_net, clients), {**STRONG, "rounds": [(0, 2)]}
+    full = flat(reference(world, **short))
+    assert differs(full, flat(reference(world, draws=(0, 0, 0), **short)))
+    assert differs(full, flat(reference(world, draws=(0, 1, 1), **short)))
+    assert differs(full, flat(reference(world, variant="fo", **short)))
 
 
 def equal_clients(clients):
@@ -126,8 +127,7 @@ def equal_clients(clients):
     return replace(clients, names=tuple("abcd"), **splits)
 
 
-@pytest.mark.parametrize("variant", ["hf", "fo"])
-@pytest.mark.parametrize("build", [plain_net, norm_net])
+@pytest.mark.parametrize(("build", "variant"), [(plain_net, "fo"), (norm_net, "hf")])
 def test_inner_lr_0_is_fedavg_with_uniform_weights(build, variant, clients):
     world = World(build, equal_clients(clients), momentum=0.9)
     fed, avg = world.run(PerFedAvg, inner_lr=0, variant=variant), world.run(FedAvg)

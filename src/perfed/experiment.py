@@ -24,14 +24,12 @@ import hashlib
 import json
 import platform
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -303,15 +301,3 @@ def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]
     """The network of a run folder and what its samples look like."""
     config, about = read_config(folder), read_clients(folder)
     return make_network(config.model, tuple(about["shape"]), about["classes"]), about
-
-
-class _Callable(ModuleType):
-    """Importing this module puts it where the function `perfed.run` was; so it is that function, too."""
-
-    def __call__(self, *methods: str, **settings: Any) -> Any:
-        from perfed.api import run
-
-        return run(*methods, **settings)
-
-
-sys.modules[__name__].__class__ = _Callable
