@@ -47,6 +47,13 @@ def test_snippets_run(page, tmp_path, monkeypatch):
                 command(line[2:], monkeypatch)
 
 
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)
+def test_examples_run(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script.read_text(), script.name, "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out
+
+
 def test_readme_method_is_a_method(tmp_path):
     """The method shown in the README passes for FedProx."""
     shown = next(text for kind, text in blocks(ROOT / "README.md") if "class FedProx" in text)

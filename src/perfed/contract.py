@@ -7,6 +7,7 @@ float64, and compares. A check raises AssertionError with a sentence.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -291,14 +292,15 @@ def other_values(kind: Any, now: Any) -> list[Any]:
 def check_settings(entry: Entry) -> None:
     """Changing any hyper-parameter changes the result, or is refused with a reason."""
     make = maker(entry)
-    before = reference(make())
+    short = lambda method: play(Sequential(method, toy_clients(), seed=5), COHORTS[:2])
+    before = short(make())
     for name, field in entry.fields.items():
         if name in RUN_SETS:
             continue
         outcomes = []
         for value in other_values(field.kind, getattr(make(), name)):
             try:
-                found = reference(make(**{name: value}))
+                found = short(make(**{name: value}))
             except Problem:
                 outcomes.append("refused")
                 continue
@@ -310,27 +312,35 @@ def check_settings(entry: Entry) -> None:
         assert any(o == "refused" or o > 0 for o in outcomes), f"hyper-parameter '{name}' changes nothing"
 
 
-def check_learns(entry: Entry) -> None:
-    """On a toy whose clients contradict each other a personalised method beats FedAvg; every method beats chance."""
+def disagreeing_accuracy(entry: Entry, network: str, seed: int) -> float:
+    """Mean test accuracy after eight rounds with clients who contradict each other."""
+    clients = disagreeing_clients()
+    train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3, "cohort": len(clients), "seed": seed}
+    outcome = play(Sequential(maker(entry, network)(**train), clients), [range(len(clients))] * 8)
+    return float(outcome.values["test"]["personal"]["accuracy"].mean())
+
+
+@functools.cache
+def shared_accuracy(network: str) -> float:
+    """The best that FedAvg's one model reaches there, of three starts."""
     from perfed.catalog import methods
 
-    clients = disagreeing_clients()
-    everybody, network = range(len(clients)), networks(entry)[0]
-    train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3, "cohort": len(clients)}
+    return max(disagreeing_accuracy(methods()["fedavg"], network, seed) for seed in range(3))
 
-    def score(one: Entry) -> float:
-        # The best of three starts by validation, as clustering is used: a bad start puts all in one cluster.
-        each = [
-            play(Sequential(maker(one, network)(**train, seed=s), clients), [everybody] * 8).values for s in range(3)
-        ]
-        mean = lambda values, split: float(values[split]["personal"]["accuracy"].mean())
-        return mean(max(each, key=lambda values: mean(values, "val")), "test")
 
-    found, shared = score(entry), score(methods()["fedavg"])
-    if entry.evaluates == "global":
-        assert found > 1.1 / CLASSES, f"accuracy {found:.2f} is no better than chance"
-    else:
-        assert found > shared + 0.1, f"accuracy {found:.2f} does not beat FedAvg's {shared:.2f} where clients disagree"
+def check_learns(entry: Entry) -> None:
+    """On a toy whose clients contradict each other a personalised method beats FedAvg; every method beats chance."""
+    network = networks(entry)[0]
+    shared = shared_accuracy(network)
+    needed = 1.1 / CLASSES if entry.evaluates == "global" else shared + 0.1
+    found = 0.0
+    for seed in range(3):  # up to three starts, as clustering is used: a bad one puts all clients in one cluster
+        found = max(found, disagreeing_accuracy(entry, network, seed))
+        if found > needed:
+            return
+    raise AssertionError(
+        f"accuracy {found:.2f} where clients disagree, FedAvg's is {shared:.2f}: not above {needed:.2f}"
+    )
 
 
 def check_method(entry: Entry) -> Iterator[tuple[str, str | None]]:
