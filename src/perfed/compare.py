@@ -112,7 +112,12 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """The cells of the comparison, one line per method."""
     out = []
     for one in result["methods"]:
-        cells = [f"{v['mean']:.3f} ± {v['std']:.3f}" for k, v in one["accuracy"].items() if k != "std"]
+        several = result["seeds"] > 1  # one seed has no deviation
+        cells = [
+            f"{v['mean']:.3f}" + (f" ± {v['std']:.3f}" if several else "")
+            for k, v in one["accuracy"].items()
+            if k != "std"
+        ]
         gain = one["gain"]
         versus = ("-",) * 4
         if gain is not None:
