@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from perfed import __version__, catalog
-from perfed.config import Config, assign, flags, from_dict, place_flags, read_toml
+from perfed.config import Config, assign, flags, from_dict, place_flags, read_toml, refuse_taken
 from perfed.core.errors import Problem, nearest
 
 app = typer.Typer(
@@ -167,7 +167,7 @@ def run(
 ) -> None:
     """Train methods beside Local and compare them. Without arguments: digits, 20 clients, Local, FedAvg, PGFed."""
     made, console = _configure(methods, config, sets, settings), _console(json, quiet)
-    _new_folder(out)
+    refuse_taken(out)
     from perfed import api
     from perfed.experiment import create, prepare, train
 
@@ -177,11 +177,6 @@ def run(
         _heading(console, folder, experiment)
         train(experiment, folder, console)
         _ending(_console(json), api.finish(folder), json)
-
-
-def _new_folder(out: Path | None) -> None:
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Problem(f"'{out}' exists already; choose another --out, or continue it with `perfed resume {out}`")
 
 
 def _heading(console: Console, folder: Path, experiment: Any) -> None:
@@ -227,7 +222,7 @@ def compare(
 ) -> None:
     """Several methods under several seeds: mean and deviation, gain over Local with a Wilcoxon test."""
     made, console = _configure(methods, config, sets, settings), _console(json, quiet)
-    _new_folder(out)
+    refuse_taken(out)
     from perfed.compare import create
 
     folder = create(made, seeds, out)

@@ -13,8 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from perfed import files
-from perfed.config import Config, from_dict, read_toml, to_toml
-from perfed.core.errors import Problem
+from perfed.config import Config, from_dict, new_folder, read_toml, to_toml
 from perfed.experiment import BASELINE
 from perfed.models import is_path
 from perfed.report.tables import markdown, signed, size
@@ -36,10 +35,7 @@ def create(config: Config, seeds: int, out: Path | None) -> Path:
     prepare(config)  # what is wrong is found before anything is written
     unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
     folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"cannot make the folder '{folder}': {error.strerror}") from None
+    new_folder(folder)
     files.write(folder / "compare.toml", to_toml(_absolute(config)))
     files.write_json(folder / PLAN, {"seeds": [config.run.seed + at for at in range(seeds)]})
     return folder

@@ -201,6 +201,21 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def refuse_taken(folder: Path | None) -> None:
+    """A run's folder is new or empty."""
+    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise Problem(f"'{folder}' exists already; choose another --out, or continue it with `perfed resume {folder}`")
+
+
+def new_folder(folder: Path) -> None:
+    """Make the folder of a run or a comparison."""
+    refuse_taken(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Problem(f"cannot make the folder '{folder}': {error.strerror}") from None
+
+
 def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Options of the command line, made from the dataclass fields: name -> (section, field)."""
     out: dict[str, tuple[str, dataclasses.Field[Any]]] = {}

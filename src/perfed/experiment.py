@@ -37,8 +37,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from perfed import __version__, catalog, files
-from perfed.config import Config, from_dict, read_toml, to_toml
-from perfed.core.clients import Clients
+from perfed.config import Config, DataConfig, from_dict, new_folder, read_toml, to_toml
+from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
@@ -56,7 +56,6 @@ THREADS = 1  # of each process: results depend on it, so it is the same everywhe
 BASELINE = "local"
 SERVER = "server.safetensors"
 CLIENTS = "clients.json"
-SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -95,10 +94,7 @@ def prepare(config: Config) -> Experiment:
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
-    seed = config.run.seed if config.data.partition_seed is None else config.data.partition_seed
-    clients = load(config.data, seed)
-    if not len(clients.test.y):
-        raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
+    clients = load_clients(config.data, config.run.seed)
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
@@ -112,18 +108,21 @@ def prepare(config: Config) -> Experiment:
     return experiment
 
 
+def load_clients(data: DataConfig, run_seed: int) -> Clients:
+    """Clients that can be measured: at least one of them has a test sample."""
+    clients = load(data, run_seed if data.partition_seed is None else data.partition_seed)
+    if not len(clients.test.y):
+        raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
+    return clients
+
+
 def create(experiment: Experiment, out: Path | None) -> Path:
     """A new run folder with everything but results."""
     config = experiment.config
     name = f"{datetime.now():%Y-%m-%d}_{config.data.name}_{config.entries()[-1].name}"
     unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
     folder = out or Path("runs") / f"{name}_{unique}"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise Problem(f"'{folder}' exists already; choose another --out, or continue it with `perfed resume {folder}`")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Problem(f"cannot make the run folder '{folder}': {error.strerror}") from None
+    new_folder(folder)
     files.write_json(folder / CLIENTS, describe(experiment.clients))
     files.write_json(folder / "env.json", environment(experiment))
     # The configuration comes last: a folder that has one can be resumed.

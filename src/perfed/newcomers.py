@@ -11,14 +11,13 @@ import torch
 
 from perfed import files
 from perfed.config import DataConfig
-from perfed.core.clients import Clients
+from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.core.tree import rows, tree_map
-from perfed.datasets import load
 from perfed.engines.sequential import Sequential
-from perfed.experiment import SERVER, SPLITS, make_method, save_models
+from perfed.experiment import SERVER, load_clients, make_method, save_models
 from perfed.observe.metrics import by_client
 from perfed.results import Run
 
@@ -26,8 +25,7 @@ from perfed.results import Run
 def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None) -> dict[str, Any]:
     """Train and save a model for every client of `data`; returns scores and places."""
     result = run.result(name)
-    seed = run.config.run.seed if data.partition_seed is None else data.partition_seed
-    clients = as_in_training(load(data, seed), run.about)
+    clients = as_in_training(load_clients(data, run.config.run.seed), run.about)
     method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]))
     method = dataclasses.replace(method, fine_tune=fine_tune)
     server = files.load_tree(run.path / name / SERVER)
@@ -50,8 +48,6 @@ def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
     """New clients' samples as the run's models know them: the same columns, labels and scale; else a Problem."""
     if clients.shape != tuple(about["shape"]):
         raise Problem(f"the new clients' samples have shape {clients.shape}, the run's {tuple(about['shape'])}")
-    if not len(clients.test.y):
-        raise Problem("no new client has a test sample, so nothing can be measured: give them more samples")
     if (clients.train.x.dtype == torch.uint8) != about["image"]:
         raise Problem("the run was trained on images of bytes and the new samples are not, or the other way round")
     if (clients.columns is None) != (about["columns"] is None) or (clients.labels is None) != (about["labels"] is None):

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+SPLITS = ("train", "val", "test")
+
 
 @dataclass(frozen=True)
 class Split:
@@ -59,5 +61,5 @@ class Clients:
         """The same data on another device."""
         move = lambda s: replace(s, x=s.x.to(device), y=s.y.to(device))
         put = lambda t: None if t is None else t.to(device)
-        splits = {name: move(self.split(name)) for name in ("train", "val", "test")}
+        splits = {name: move(self.split(name)) for name in SPLITS}
         return replace(self, mean=put(self.mean), std=put(self.std), **splits)

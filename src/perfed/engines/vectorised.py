@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from perfed.core.clients import Clients
+from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
 from perfed.core.messages import Down
@@ -70,7 +70,7 @@ class Vectorised(Engine):
         def one(state: State, own: Any, key: Tensor, size: dict[str, Tensor]) -> dict[str, Any]:
             return task(state, Down(down.shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
 
-        sizes = {split: block.sizes(split) for split in ("train", "val", "test")}
+        sizes = {split: block.sizes(split) for split in SPLITS}
         return vmap(one)(stack(states), down.own, keys, sizes)
 
 
