@@ -152,7 +152,7 @@ def test_mean_is_exact_over_chunks(engine):
     clients = make_clients(sizes)
     method = fedavg()
     theta = method.init_server(2)
-    scores = engine(method, clients).evaluate(1, [0, 1], [(), ()], method.broadcast(theta, torch.arange(2)))
+    scores = engine(method, clients).evaluate(1, [0, 1], (), method.broadcast(theta, torch.arange(2)))
     for id in (0, 1):
         first, count = clients.test.start[id], clients.test.size[id]
         logits = method.model.apply(theta, clients.test.x[first : first + count])[0]

@@ -14,7 +14,7 @@ from perfed.core.errors import Problem
 from perfed.core.messages import count_bytes, reduce
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, derive, shuffle
-from perfed.core.tree import leaves, rows, tree_map
+from perfed.core.tree import leaves, rows, stack, tree_map
 from perfed.engines.base import Engine, Values
 
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
@@ -79,7 +79,7 @@ class Federation:
         rows_of = torch.tensor(ids, device=self.method.model.device)
         for exchange in range(self.method.exchanges):
             down = self.method.broadcast(self.server, rows_of)
-            before = [self.state(id) for id in ids]
+            before = stack([self.state(id) for id in ids])
             after, up = self.engine.train(self.round + 1, exchange, ids, before, down)
             self._refuse_divergence(ids, (after, up.mean, up.own))
             if not bool((up.weight.isfinite() & (up.weight >= 0)).all()):
@@ -89,7 +89,7 @@ class Federation:
                 self.server, reduce(rows_of, up.mean, up.own, up.weight, up.group, self.method.groups)
             )
             # Clones: a row of a block would keep the whole block alive.
-            self.states.update((id, tree_map(torch.clone, state)) for id, state in zip(ids, after, strict=True))
+            self.states.update((id, tree_map(torch.clone, rows(after, row))) for row, id in enumerate(ids))
         for name, numbers in self.method.extra_traffic(self.server).items():
             sent = numbers * self.method.model.dtype.itemsize
             self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
@@ -106,7 +106,7 @@ class Federation:
         for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
             ids = list(range(len(self.clients)))[first : first + EVALUATED_AT_ONCE]
             down = self.method.show(self.server, torch.tensor(ids, device=self.method.model.device))
-            states = [self.state(id) for id in ids]
+            states = stack([self.state(id) for id in ids])
             found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
             if save is not None:
                 for row, id in enumerate(ids):
@@ -122,11 +122,10 @@ class Federation:
         self.traffic.up_mean += size(up.mean)
         self.traffic.up_own += size(up.own)
 
-    def _refuse_divergence(self, ids: list[int], sent: tuple[list[State], Any, Any]) -> None:
+    def _refuse_divergence(self, ids: list[int], stacked: tuple[State, Any, Any]) -> None:
         """Stop at the first number that is not finite: averaged once, it is in every model."""
-        states, *stacked = sent
         for row, id in enumerate(ids):
-            if not all(map(_finite, leaves([states[row], rows(stacked, row)]))):
+            if not all(map(_finite, leaves(rows(stacked, row)))):
                 raise Problem(
                     f"training diverged: client '{self.clients.names[id]}' has numbers that are not finite in round "
                     f"{self.round + 1} of {type(self.method).__name__}; a smaller lr (now {self.method.lr:g}) helps"

@@ -15,7 +15,7 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method
-from perfed.core.tree import rows, tree_map
+from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.sequential import Sequential
 from perfed.experiment import SERVER, load_clients, make_method, save_models
 from perfed.observe.metrics import by_client
@@ -30,7 +30,7 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     method = dataclasses.replace(method, fine_tune=fine_tune)
     server = files.load_tree(run.path / name / SERVER)
     ids = list(range(len(clients)))
-    engine, states = Sequential(method, clients, seed=run.config.run.seed), [method.init_client() for _ in ids]
+    engine, states = Sequential(method, clients, seed=run.config.run.seed), stack([method.init_client() for _ in ids])
     down = _for_all(method, server, len(ids))
     for round in range(rounds):
         states, _ = engine.train(result["rounds"] + 1 + round, 0, ids, states, down)

@@ -1,7 +1,8 @@
 """What an engine is: it carries out one exchange, or one evaluation, for a list of clients.
 
 Every engine computes the same function; `sequential` is the reference that the others must equal. An engine holds the
-data and the method and nothing of a run's state: states and messages go in, states and messages come out.
+data and the method and nothing of a run's state: states and messages go in, states and messages come out. States, like
+messages, are stacked: one tree of tensors, one row per client asked for (a method without states has the empty tree).
 """
 
 from __future__ import annotations
@@ -50,16 +51,12 @@ class Engine(ABC):
         self.method = method if method.population else replace(method, population=len(clients))
         self.clients, self.seed, self.wire = clients, seed, wire
 
-    def train(
-        self, round: int, exchange: int, ids: Sequence[int], states: Sequence[State], down: Down
-    ) -> tuple[list[State], Uploads]:
-        """One exchange: every client's `local`, with its state and its row of `down.own`."""
+    def train(self, round: int, exchange: int, ids: Sequence[int], states: State, down: Down) -> tuple[State, Uploads]:
+        """One exchange: every client's `local`, with its row of `states` and of `down.own`; returns the new rows."""
         out = self._each(_Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down)
         return out["state"], Uploads(out["mean"], out["own"], out["weight"], out.get("group"))
 
-    def evaluate(
-        self, round: int, ids: Sequence[int], states: Sequence[State], down: Down, keep: bool = False
-    ) -> Scores:
+    def evaluate(self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False) -> Scores:
         """Every client's model(s), and their scores on the client's own validation and test samples."""
         splits = tuple(name for name in ("val", "test") if len(self.clients.split(name).y))
         out = self._each(_Evaluation(self.method, splits, keep), self.key(PERSONALISE, round), ids, states, down)
@@ -70,8 +67,8 @@ class Engine(ABC):
         return derive(self.seed, *parts).to(self.method.model.device)
 
     @abstractmethod
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
-        """Stacked results of `task(state, down, data, key)` for each client; 'state' stays a list of states."""
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+        """Stacked results of `task(state, down, data, key)` for each client, with its rows of states and down.own."""
 
     def close(self) -> None:  # noqa: B027 (most engines hold nothing)
         """Give back what the engine holds."""

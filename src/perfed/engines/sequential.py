@@ -27,15 +27,9 @@ class Sequential(Engine):
         data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype)
         return task(state, down, data, key)
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
-        each = [
-            self.one(task, key, id, state, Down(down.shared, rows(down.own, row)))
-            for row, (id, state) in enumerate(zip(ids, states, strict=True))
-        ]
-        return collect(each)
-
-
-def collect(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """Stacked results of single clients; states stay apart."""
-    out = {name: stack([one[name] for one in each]) for name in each[0] if name != "state"}
-    return out | ({"state": [one["state"] for one in each]} if "state" in each[0] else {})
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+        each = []
+        for row, id in enumerate(ids):
+            state, own = rows((states, down.own), row)
+            each.append(self.one(task, key, id, state, Down(down.shared, own)))
+        return stack(each)

@@ -23,7 +23,7 @@ from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import derive, shuffle
-from perfed.core.tree import flatten, leaves, rows, stack, tree_map, unflatten
+from perfed.core.tree import flatten, leaves, rows, tree_map, unflatten
 from perfed.engines.base import Engine, Task
 
 
@@ -51,19 +51,16 @@ class Vectorised(Engine):
         """Share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
         size = self.clients.train.size
         order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # alike clients share a block
         step = self.block or len(order)
         blocks = [order[first : first + step] for first in range(0, len(order), step)]
-        out = [self._block(task, key, [ids[r] for r in b], [states[r] for r in b], _own(down, b)) for b in blocks]
+        out = [self._block(task, key, [ids[r] for r in b], rows(states, b), _own(down, b)) for b in blocks]
         back = torch.tensor(order).argsort()
-        joined = tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *out)
-        if "state" in joined:
-            joined["state"] = [rows(joined["state"], row) for row in range(len(ids))]
-        return joined
+        return tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *out)
 
-    def _block(self, task: Task, key: Tensor, ids: list[int], states: list[State], down: Down) -> dict[str, Any]:
+    def _block(self, task: Task, key: Tensor, ids: list[int], states: State, down: Down) -> dict[str, Any]:
         m, block = self.method, Block(self.clients, tuple(ids), self.runner, self.method.model.dtype)
         keys = derive(key, torch.tensor(ids, device=key.device))
 
@@ -71,7 +68,7 @@ class Vectorised(Engine):
             return task(state, Down(down.shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
-        return vmap(one)(stack(states), down.own, keys, sizes)
+        return vmap(one)(states, down.own, keys, sizes)
 
 
 def _own(down: Down, block: list[int]) -> Down:

@@ -26,9 +26,9 @@ from torch import Tensor
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import State
-from perfed.core.tree import pack, rows, tree_map, unpack
+from perfed.core.tree import pack, rows, stack, tree_map, unpack
 from perfed.engines.base import Task, _Evaluation, _Training
-from perfed.engines.sequential import Sequential, collect
+from perfed.engines.sequential import Sequential
 
 
 def cores() -> int:
@@ -114,7 +114,7 @@ class Workers(Sequential):
         self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: Sequence[State], down: Down) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
         self.shared = self.shared or Memory()  # before the workers: they inherit it
         while len(self.workers) < self.count:
             self.workers.append(_Worker(self, self.workers))
@@ -128,7 +128,7 @@ class Workers(Sequential):
         def hand_out(worker: _Worker) -> None:
             if waiting:
                 row = waiting.pop()
-                note = worker.inbox.write((states[row], rows(down.own, row)))
+                note = worker.inbox.write(rows((states, down.own), row))
                 worker.send({**how, "id": ids[row], "note": note})
                 busy[worker.pipe] = (worker, row)
 
@@ -149,7 +149,7 @@ class Workers(Sequential):
                     raise (Problem if answer["problem"] else RuntimeError)(answer["error"])
                 each[row] = tree_map(torch.clone, worker.outbox.read(answer))
                 hand_out(worker)
-        return collect(each)
+        return stack(each)
 
     def close(self) -> None:
         for worker in self.workers:
