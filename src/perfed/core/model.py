@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call
 from torch.func import grad as functional_grad
 
+from perfed.core import chains
 from perfed.core.errors import Problem
 from perfed.core.layers import Drop, Norm, swap
 
@@ -81,6 +82,7 @@ class Model:
         head: str = "",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rewrite: bool = True,  # False: the network runs as it was written
     ):
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
@@ -110,11 +112,13 @@ class Model:
         self.size = self.P + self.Q
         self.width = -(-self.size // ALIGN) * ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]
-        self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
         self._inits: dict[int, Tensor] = {}
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
         self._name_parts(net, head, frozen)
+        if rewrite:
+            self._nets = {mode: chains.rewrite(net, self.head_name) for mode, net in self._nets.items()}
+        self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
         self._seen: list[Tensor] | None = None  # what enters the head, while `features` asks for it
         for net in self._nets.values():
             net.get_submodule(self.head_name).register_forward_pre_hook(self._look)

@@ -1,0 +1,274 @@
+"""Convolution, ReLU and 2x2 pooling as one layer; `Model` rewrites the networks that it runs with it.
+
+A chain computes what its layers did, in an order and a memory layout that cost less: on a CPU channels last, and the
+maximum of a window before its ReLU (the two commute), so that ReLU sees a quarter of the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from perfed.core.layers import Drop, Norm
+
+Pool = Literal["max", "avg"] | None
+
+
+class Conv(nn.Module):
+    """A Conv2d, then ReLU where `relu`, then 2x2 pooling where `pool`; its parameters are the Conv2d's own."""
+
+    def __init__(self, old: nn.Conv2d, relu: bool = False, pool: Pool = None):
+        super().__init__()
+        self.weight, self.bias = old.weight, old.bias
+        self.stride, self.padding, self.dilation, self.groups = old.stride, _padding(old), old.dilation, old.groups
+        self.relu, self.pool = relu, pool
+        self.training = old.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        together = batched(self, x)
+        if together is not None:
+            return together
+        weight = self.weight
+        if _last(x, weight):
+            x, weight = x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
+        x = F.conv2d(x, weight, self.bias, self.stride, self.padding or 0, self.dilation, self.groups)
+        if self.pool == "max":
+            x = F.max_pool2d(x, 2)
+        if self.relu:
+            x = F.relu(x)
+        return F.avg_pool2d(x, 2) if self.pool == "avg" else x
+
+
+def batched(layer: Conv, x: Tensor) -> Tensor | None:  # noqa: ARG001
+    """What kernels for a whole cohort make of this layer under vmap; None where there are none."""
+    return None
+
+
+def _last(x: Tensor, weight: Tensor) -> bool:
+    """Whether channels last pays: a CPU's float32 kernels; nothing that is batched or compiled as a whole."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.dim() == 4
+        and not torch.compiler.is_compiling()
+        and not (is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(weight))
+    )
+
+
+def _padding(conv: nn.Conv2d) -> tuple[int, ...] | None:
+    """The zeros on each side, or None where they differ."""
+    if not isinstance(conv.padding, str):
+        return conv.padding
+    if conv.padding == "valid":
+        return (0, 0)
+    return tuple(k // 2 for k in conv.kernel_size) if all(k % 2 for k in conv.kernel_size) else None
+
+
+def _known(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Conv2d  # a subclass, such as one with a parametrised weight, does something else
+        and module.padding_mode == "zeros"
+        and module.dilation == (1, 1)
+        and module.groups == 1
+        and _padding(module) is not None
+        and not _hooked(module)
+    )
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") or isinstance(module, Norm | Drop | Conv)
+
+
+# ---------------------------------------------------------------------- rewriting a network
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, head: str):
+        super().__init__()
+        self.head = head
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # Hooks belong to calls of modules: one that is looked into is no longer called.
+        return module_qualified_name == self.head or _hooked(m) or isinstance(m, Norm | Drop) or self._stock(m)
+
+    def _stock(self, m: nn.Module) -> bool:
+        return super().is_leaf_module(m, "")
+
+
+def rewrite(net: nn.Module, head: str = "") -> nn.Module:
+    """The network with its convolutions as chains, in place; its modules, names and hooks stay where they are.
+
+    Calls of the module `head` stay calls of one module. What is not understood stays as it is: single layers, or the
+    whole network where its code depends on values.
+    """
+    if not any(map(_known, net.modules())) or _hooked(net):
+        return net
+    try:
+        graph = _Tracer(head).trace(copy.deepcopy(net))  # a copy: tracing may leave things behind
+    except Exception:  # the network's own code ran with placeholders for tensors: anything can happen
+        return net
+    modules = dict(net.named_modules(remove_duplicate=False))
+    if not all(_stays(node, net) for node in graph.nodes):
+        return net
+    made = _fuse(graph, modules)
+    if not made:
+        return net
+    _free_of_layout(graph, modules)
+    for parent in list(net.modules()):
+        for name, child in parent._modules.items():
+            if child in made:
+                parent._modules[name] = made[child]
+    # The traced code runs on the network itself, so that everything in it keeps its place.
+    net.forward = types.MethodType(type(fx.GraphModule(net, graph)).forward, net)
+    return net
+
+
+def _stays(node: fx.Node, net: nn.Module) -> bool:
+    """Whether this node means the same in another layout and is nothing that tracing has made up."""
+    if node.op == "get_attr":  # a tensor made in the code, not held by the network, would become a constant
+        found: Any = net
+        for part in str(node.target).split("."):
+            found = getattr(found, part, None)
+        return found is not None
+    return node.op not in ("call_method", "call_function") or _name(node) not in _LAYOUT
+
+
+_LAYOUT = ("as_strided", "as_strided_", "stride", "is_contiguous", "data_ptr", "storage", "storage_offset", "set_")
+_RESHAPES = {"view": "reshape", "view_as": "reshape_as"}  # the same, and they work in any layout
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _free_of_layout(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
+    """Let code that was written for tensors in the usual layout take others."""
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target in _RESHAPES:
+            if not any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
+                node.target = _RESHAPES[node.target]
+        elif node.op == "call_module" and not all(map(_torch, modules[node.target].modules())):
+            with graph.inserting_before(node):  # its code is not in the graph
+                fx.map_arg(node.args, lambda arg, n=node: n.replace_input_with(arg, graph.call_function(usual, (arg,))))
+
+
+def usual(value: Any) -> Any:
+    """A tensor in the usual layout; anything else as it is."""
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+class _Chain(NamedTuple):
+    relu: bool = False
+    pool: Pool = None
+    tail: tuple[fx.Node, ...] = ()  # the nodes after the convolution that it swallows
+
+
+def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Shorten the graph; returns the chain that replaces each convolution."""
+    calls: dict[nn.Module, list[fx.Node]] = {}
+    inside: set[nn.Module] = set()  # of modules that are called as a whole: other code uses these too
+    for node in graph.nodes:
+        if node.op == "call_module":
+            module = modules[node.target]
+            calls.setdefault(module, []).append(node)
+            inside.update(m for m in module.modules() if m is not module)
+    made: dict[nn.Module, nn.Module] = {}
+    for module, nodes in calls.items():
+        if not _known(module) or module in inside or any(len(n.args) != 1 or n.kwargs for n in nodes):
+            continue
+        chains = [_chain(node, modules) for node in nodes]
+        if len({(c.relu, c.pool) for c in chains}) > 1:
+            chains = [_Chain()]  # one layer, used in several ways
+        made[module] = Conv(module, chains[0].relu, chains[0].pool)  # pyright: ignore[reportArgumentType]
+        for chain in chains:
+            for swallowed in reversed(chain.tail):
+                before = swallowed.all_input_nodes[0]
+                swallowed.replace_all_uses_with(before)
+                graph.erase_node(swallowed)
+    return made
+
+
+def _chain(node: fx.Node, modules: dict[str, nn.Module]) -> _Chain:
+    chain = _Chain()
+    while len(node.users) == 1:
+        (after,) = node.users
+        kind = _kind(after, modules)
+        # An average and a ReLU do not commute; a second ReLU or pool is a layer of its own.
+        if kind == "relu" and not chain.relu and chain.pool != "avg":
+            chain = _Chain(True, chain.pool, (*chain.tail, after))
+        elif kind in ("max", "avg") and chain.pool is None:
+            chain = _Chain(chain.relu, kind, (*chain.tail, after))
+        else:
+            break
+        node = after
+    # ReLU remembers its result for the gradient, a pool does not: what is written into must stay as it was.
+    return _Chain() if any(_writes(user, modules) for user in node.users) else chain
+
+
+def _writes(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(modules[str(node.target)], "inplace", False))
+    return _name(node).endswith("_") or bool(node.kwargs.get("inplace") or node.kwargs.get("out"))
+
+
+_RELU = (F.relu, torch.relu, torch.relu_, "relu", "relu_")
+_POOLS: dict[Literal["max", "avg"], tuple[Any, Any]] = {
+    "max": (nn.MaxPool2d, (F.max_pool2d, torch.max_pool2d)),
+    "avg": (nn.AvgPool2d, (F.avg_pool2d,)),
+}
+# What a pool may say beside its size, by place and by name, and still be the one that a chain knows.
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "max": ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    "avg": ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+}
+_ALLOWED: dict[str, Callable[[Any], bool]] = {
+    "kernel_size": lambda v: _both(v, 2),
+    "stride": lambda v: v is None or v == [] or _both(v, 2),
+    "padding": lambda v: _both(v, 0),
+    "dilation": lambda v: _both(v, 1),
+    "ceil_mode": lambda v: v is False,
+    "return_indices": lambda v: v is False,
+    "count_include_pad": lambda v: isinstance(v, bool),
+    "divisor_override": lambda v: v is None,
+}
+
+
+def _both(value: Any, wanted: int) -> bool:
+    return value == wanted or (isinstance(value, Iterable) and tuple(value) in ((wanted,), (wanted, wanted)))
+
+
+def _kind(node: fx.Node, modules: dict[str, nn.Module]) -> Literal["relu", "max", "avg"] | None:
+    """What a node does to its one input."""
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        if _hooked(module) or len(node.args) != 1 or node.kwargs:
+            return None
+        if type(module) is nn.ReLU:
+            return "relu"
+        for kind, (layer, _) in _POOLS.items():
+            if type(module) is layer:
+                given = {name: getattr(module, name) for name in _ARGUMENTS[kind]}
+                return kind if all(_ALLOWED[name](value) for name, value in given.items()) else None
+        return None
+    if len(node.all_input_nodes) != 1 or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    if node.target in _RELU:
+        return "relu"
+    for kind, (_, functions) in _POOLS.items():
+        if node.target in functions and len(node.args) - 1 <= len(_ARGUMENTS[kind]):
+            given = dict(zip(_ARGUMENTS[kind], node.args[1:], strict=False)) | node.kwargs
+            return kind if all(n in _ALLOWED and _ALLOWED[n](v) for n, v in given.items()) else None
+    return None
