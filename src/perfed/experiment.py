@@ -147,6 +147,7 @@ def describe(clients: Clients) -> dict[str, Any]:
         "std": listed(clients.std),
         "labels": clients.labels and list(clients.labels),
         "columns": clients.columns and list(clients.columns),
+        "partition": clients.partition,
         "digest": digest.hexdigest(),
         "clients": [{"name": name, **sizes(id)} for id, name in enumerate(clients.names)],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class Clients:
     std: Tensor | None = None
     labels: tuple[str, ...] | None = None  # what the classes are called, where the data said so
     columns: tuple[str, ...] | None = None  # what the features are called, in a table
+    partition: dict[str, Any] | None = None  # how the clients came about and how uneven they are, in plain values
 
     def __len__(self) -> int:
         return len(self.names)

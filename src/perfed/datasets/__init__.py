@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 from perfed.config import DataConfig
 from perfed.core.errors import Problem, nearest
+from perfed.datasets.official import in_parts
+from perfed.datasets.pool import normalised
 from perfed.partition import partition, scheme
+from perfed.partition.skew import angles
 
 if TYPE_CHECKING:
     from perfed.core.clients import Clients
@@ -30,7 +33,9 @@ def load(config: DataConfig, seed: int) -> Clients:
     """The clients that `config` describes. The same seed gives the same clients, row by row."""
     check(config)
     source = importlib.import_module(f"perfed.datasets.{_FILE.get(config.name, config.name)}")
-    pool = source.load(config, seed)
+    pool = normalised(source.load(config, seed), config)
+    if config.split == "official":
+        pool = in_parts(pool, config, seed)
     from perfed.datasets.split import assemble  # imports torch
 
     return assemble(pool, partition(pool, config, seed), config, seed)
@@ -40,11 +45,16 @@ def check(config: DataConfig) -> None:
     """Refuse what can be refused without reading a file."""
     if config.name not in DATASETS:
         raise Problem(f"data.name: there is no data set '{config.name}'{nearest(config.name, DATASETS)}")
-    if config.test + config.val >= 1:
+    if config.split == "client" and config.test + config.val >= 1:
         raise Problem(
             f"data.test + data.val must be below 1 to leave training samples, not {config.test:g} + {config.val:g}"
         )
-    scheme(config)
+    name = scheme(config)
+    if config.split == "official" and name == "natural":
+        raise Problem("data.split 'official' does not go with natural clients, whose samples may all lie in one part")
+    if config.share_low > config.share_high:
+        raise Problem(f"data.share_low {config.share_low:g} must not be above data.share_high {config.share_high:g}")
+    angles(config)
     if config.name == "folder" and config.dir is None:
         raise Problem("data set 'folder' needs --data-dir: the folder with one file per client, or one table")
     if config.dir is not None and not Path(config.dir).expanduser().exists():

@@ -12,7 +12,7 @@ from perfed.config import DataConfig
 from perfed.core.errors import Problem
 from perfed.datasets.hub import fetch
 from perfed.datasets.npz import need, read_npz
-from perfed.datasets.pool import Pool, data_dir
+from perfed.datasets.pool import TEST, TRAIN, Pool, data_dir
 
 _STEM = {"mnist": "mnist", "fashion-mnist": "fashion_mnist", "cifar10": "cifar10", "cifar100": "cifar100"}
 _CLASSES = {"cifar100": 100}
@@ -43,7 +43,8 @@ def load(config: DataConfig, _seed: int) -> Pool:
         raise Problem(f"{path} does not hold one label from 0 to {classes - 1} for each of its {len(x)} images")
     mean, std = _moments(x[: len(x_train)])
     owner, names = _writers(arrays)
-    return Pool(x, y, classes, owner=owner, mean=mean, std=std, names=names)
+    official = np.repeat([TRAIN, TEST], [len(x_train), len(x_test)])
+    return Pool(x, y, classes, owner=owner, mean=mean, std=std, names=names, official=official)
 
 
 def _channels_first(x: np.ndarray, path: Path) -> np.ndarray:

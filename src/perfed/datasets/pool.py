@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,24 @@ class Pool:
     labels: tuple[str, ...] | None = None  # what the classes are called, where labels were text
     columns: tuple[str, ...] | None = None  # what the features are called, in a table
     part: np.ndarray | None = None  # [rows], TRAIN, VAL or TEST where the source has decided, else UNDECIDED
+    official: np.ndarray | None = None  # [rows], TRAIN or TEST as the makers of the data set have it
+
+
+def normalised(pool: Pool, config: DataConfig) -> Pool:
+    """The pool with the mean and deviation that data.normalise asks for."""
+    if config.normalise == "channel":
+        return pool
+    if pool.x.dtype != np.uint8:
+        raise Problem(f"data.normalise '{config.normalise}' is for images of bytes, which '{config.name}' has not")
+    half = np.full(pool.x.shape[1], 0.5) if config.normalise == "half" else None
+    return replace(pool, mean=half, std=half)
+
+
+def spread(n: int, k: int, rng: np.random.Generator) -> np.ndarray:
+    """Choose k of n places at equal distances: in a list sorted by class, every class gives its share."""
+    if k == 0:
+        return np.empty(0, dtype=np.int64)
+    return np.minimum(((np.arange(k) + rng.random()) * (n / k)).astype(np.int64), n - 1)
 
 
 def data_dir(config: DataConfig) -> Path:

@@ -16,8 +16,23 @@ if TYPE_CHECKING:
 PARTITIONS: dict[str, str] = {
     "dirichlet": "each class is shared out by Dirichlet(alpha) proportions: uneven classes and sizes",
     "classes": "every client holds k classes and the same number of samples",
+    "uneven": "every client holds k random classes, of each an uneven part",
+    "pairs": "classes two by two (k by k), each pair for as many clients that follow one another",
+    "ring": "client u holds the labels u, u + 1, ... (k of them) in log-normal numbers; made for MNIST",
+    "powerlaw": "sizes fall as a power of their rank, labels are mixed alike: quantity skew",
+    "lognormal": "log-normal sizes, labels are mixed alike: quantity skew",
     "iid": "shuffled and dealt evenly",
-    "natural": "by who the samples come from: people, writers, devices",
+    "natural": "by who the samples come from: people, writers, devices, domains",
+}
+# The settings that each scheme reads, beside data.clients: they are shown and kept with its clients.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "dirichlet": ("alpha", "min_samples", "cap"),
+    "classes": ("classes_per_client",),
+    "uneven": ("classes_per_client", "share_low", "share_high"),
+    "pairs": ("classes_per_client",),
+    "ring": ("classes_per_client",),
+    "powerlaw": ("power_law", "min_samples"),
+    "lognormal": ("log_sigma", "min_samples"),
 }
 _OWN_CLIENTS = ("har", "synthetic", "folder")  # their clients are what these data sets are about
 _PARTITION = 1  # the random stream of this purpose
@@ -36,14 +51,24 @@ def scheme(config: DataConfig) -> str:
 
 
 def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
-    """The rows of each client, in increasing order; every row has at most one client."""
+    """The rows of each client, in increasing order; every row has at most one client.
+
+    Where the pool's rows are in parts, the scheme is drawn for the training rows and applied to every part alike.
+    """
     name = scheme(config)
     if len(pool.y) == 0:
         raise Problem(f"data set '{config.name}' has no samples")
-    if name != "natural":
-        if config.clients == 0:
-            raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
-        if config.clients > len(pool.y):
-            raise Problem(f"data.clients is {config.clients}, but there are only {len(pool.y)} samples")
     rng = np.random.default_rng([seed, _PARTITION])
-    return importlib.import_module(f"perfed.partition.{name}").rows(pool, config, rng)
+    module = importlib.import_module(f"perfed.partition.{name}")
+    if name == "natural":
+        return module.rows(pool, config, rng)
+    parts = [np.arange(len(pool.y))] if pool.part is None else [np.flatnonzero(pool.part == code) for code in range(3)]
+    if config.clients == 0:
+        raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
+    if config.clients > len(parts[0]):
+        raise Problem(f"data.clients is {config.clients}, but there are only {len(parts[0])} samples")
+    shares = module.share(np.bincount(pool.y[parts[0]], minlength=pool.classes), config, rng)
+    label = pool.y if len(shares.total) == pool.classes else np.zeros_like(pool.y)
+    strata = lambda rows: [rows[label[rows] == c] for c in range(len(shares.total))]
+    dealt = [shares.deal(strata(rows), rng) for rows in parts]
+    return [np.sort(np.concatenate(mine)) for mine in zip(*dealt, strict=True)]

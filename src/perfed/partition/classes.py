@@ -6,34 +6,30 @@ import numpy as np
 
 from perfed.config import DataConfig
 from perfed.core.errors import Problem
-from perfed.datasets.pool import Pool
+from perfed.partition.share import Shares
 
 ATTEMPTS = 1000
 
 
-def rows(pool: Pool, config: DataConfig, rng: np.random.Generator) -> list[np.ndarray]:
+def share(sizes: np.ndarray, config: DataConfig, rng: np.random.Generator) -> Shares:
     """Deal k classes to each client, then the same number of samples of each class it holds.
 
     A class gives the same to each of its holders; what the largest classes have too much stays unused.
     """
     clients, k = config.clients, config.classes_per_client
-    counts = np.bincount(pool.y, minlength=pool.classes)
-    if k > np.count_nonzero(counts):
-        raise Problem(f"data.classes_per_client is {k}, but there are only {np.count_nonzero(counts)} classes")
-    hands = deal(counts, clients, k, rng)
-    copies = np.bincount(hands.ravel(), minlength=pool.classes)
-    quota = (counts[copies > 0] // copies[copies > 0]).min()
+    if k > np.count_nonzero(sizes):
+        raise Problem(f"data.classes_per_client is {k}, but there are only {np.count_nonzero(sizes)} classes")
+    hands = deal(sizes, clients, k, rng)
+    copies = np.bincount(hands.ravel(), minlength=len(sizes))
+    quota = (sizes[copies > 0] // copies[copies > 0]).min()
     if quota == 0:
         raise Problem(
             f"{clients} clients of {k} classes are too many: some class has fewer samples than clients that hold it; "
             "lower data.clients or data.classes_per_client"
         )
-    # Sort the dealt cards by class: the j-th card of a class gets the j-th piece of its shuffled rows.
-    cards = np.argsort(hands.ravel(), kind="stable")
-    pieces = np.empty((clients * k, quota), dtype=np.int64)
-    shuffled = [rng.permutation(np.flatnonzero(pool.y == c))[: copies[c] * quota] for c in range(pool.classes)]
-    pieces[cards] = np.concatenate(shuffled).reshape(-1, quota)
-    return list(np.sort(pieces.reshape(clients, -1), axis=1))
+    counts = np.zeros((len(sizes), clients), dtype=np.int64)
+    counts[hands, np.arange(clients)[:, None]] = quota
+    return Shares(counts, sizes)
 
 
 def deal(counts: np.ndarray, clients: int, k: int, rng: np.random.Generator) -> np.ndarray:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from perfed.config import DataConfig
-from perfed.datasets.pool import Pool
+from perfed.partition.share import Shares
 
 
-def rows(pool: Pool, config: DataConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """All rows, shuffled and cut into pieces whose sizes differ by one at most."""
-    return [np.sort(piece) for piece in np.array_split(rng.permutation(len(pool.y)), config.clients)]
+def share(sizes: np.ndarray, config: DataConfig, _rng: np.random.Generator) -> Shares:
+    """All samples, in pieces whose sizes differ by one at most."""
+    each, more = divmod(int(sizes.sum()), config.clients)
+    return Shares((each + (np.arange(config.clients) < more))[None], sizes.sum(keepdims=True))
