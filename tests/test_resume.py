@@ -119,7 +119,11 @@ def at_write(pattern, when):
             if not fnmatch.fnmatch(str(path), f"run/{pattern}"):
                 return real(path, content)
             if when == "half":
-                whole = content.encode() if isinstance(content, str) else content
+                whole = (
+                    content.encode()
+                    if isinstance(content, str)
+                    else b"".join([content] if isinstance(content, bytes) else content)
+                )
                 path.with_name(f".{path.name}.tmp").write_bytes(whole[: len(whole) // 2])
             elif when == "after":
                 real(path, content)
@@ -171,8 +175,10 @@ MOMENTS = {
     "before any round": at_line("local", "metrics.jsonl", 1),
     "before the first checkpoint": at_line("local", "rounds.jsonl", 2),
     "in the middle of a line": at_line("local", "metrics.jsonl", 4, half=True),
-    "in the middle of a checkpoint": at_write("local/checkpoints/round_00000004*", "half"),
-    "after a checkpoint, before an old one goes": at_write("local/checkpoints/round_00000006*", "after"),
+    "in the middle of a checkpoint's rows": at_write("local/checkpoints/round_00000004.rows", "half"),
+    "between the two files of a checkpoint": at_write("local/checkpoints/round_00000004.rows", "after"),
+    "in the middle of a checkpoint": at_write("local/checkpoints/round_00000004.safetensors", "half"),
+    "after a checkpoint, before an old one goes": at_write("local/checkpoints/round_00000006.safetensors", "after"),
     "between checkpoints of the second method": in_round("FedAvg", 5),
     "between two logs": at_line("fedavg", "times.jsonl", 7),
     "in the export of the models": at_write("fedavg/clients/client_03/model.safetensors", "half"),
@@ -198,7 +204,7 @@ def digests(folder, whole=True):
         if name == "report/summary.md":
             lines = content.decode().splitlines()
             content = "\n".join(line.rpartition("|")[0].rpartition("|")[0] or line for line in lines).encode()
-        if path.parent.name == "checkpoints" and whole:
+        if path.parent.name == "checkpoints" and path.suffix == ".safetensors" and whole:
             tree = files.load_tree(path)
             del tree["logs"]["times.jsonl"]
             content = repr(json.dumps(tree, default=lambda t: t.numpy().tobytes().hex())).encode()
@@ -246,7 +252,7 @@ def stopped(whole, tmp_path):
     shutil.rmtree(tmp_path / "run" / "report")
     shutil.rmtree(tmp_path / "run" / "pgfed" / "clients")
     (tmp_path / "run" / "pgfed" / "result.json").unlink()
-    checkpoints = sorted((tmp_path / "run" / "pgfed" / "checkpoints").iterdir())
+    checkpoints = sorted((tmp_path / "run" / "pgfed" / "checkpoints").glob("*.safetensors"))
     assert [path.stem for path in checkpoints] == ["round_00000004", "round_00000006"]
     return checkpoints
 
@@ -341,6 +347,19 @@ def test_newest_checkpoint_truncated(tmp_path, stopped, expected):
 
 def test_newest_checkpoint_empty(tmp_path, stopped, expected):
     stopped[1].write_bytes(b"")
+    code, child = resume(tmp_path)
+    assert code == 0, child.err
+    assert child.out.count("going back") == 1
+    assert_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-100], lambda content: b"", None])
+def test_newest_rows_damaged(tmp_path, stopped, expected, damage):
+    rows = stopped[1].with_suffix(".rows")
+    if damage is None:
+        rows.unlink()
+    else:
+        rows.write_bytes(damage(rows.read_bytes()))
     code, child = resume(tmp_path)
     assert code == 0, child.err
     assert child.out.count("going back") == 1

@@ -85,6 +85,7 @@ class RunConfig:
     precision: Literal["float32", "float64"] = hyper("float32", "numbers that models are made of")
     eval_every: int = hyper(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
+    state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
     checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1)
 
     def __post_init__(self) -> None:

@@ -51,6 +51,7 @@ from perfed.observe.checkpoint import Checkpoints, restore
 from perfed.observe.metrics import MetricsLog, by_client
 from perfed.observe.progress import ProgressLine
 from perfed.partition import scheme
+from perfed.states import States
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
@@ -258,7 +259,9 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
         console.print("steps with dropout are not compiled on a GPU: they run as they are", highlight=False)
     engine = make_engine(experiment.engine, method, experiment.clients, run)
     try:
-        federation = Federation(engine)
+        initial, device = engine.method.init_client(), method.model.device
+        states = States(initial, device, budget(run.state_memory, device), place)
+        federation = Federation(engine, states=states)
         sizes = restore(place, federation, lambda text: console.print(text, highlight=False))
         log = MetricsLog(place, sizes)
         with ProgressLine(console, entry.title, run.rounds, federation.round) as progress:
@@ -269,6 +272,8 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
                 cohort = federation.step()
                 last = federation.round == run.rounds
                 due = last or federation.round % run.eval_every == 0
+                if due or federation.round % run.checkpoint_every == 0:
+                    federation.check()
                 values = federation.evaluate(_saver(method.model, place) if last else None) if due else {}
                 event = Round(federation, cohort, values or None, time.monotonic() - began, last)
                 for observer in watching:
@@ -280,6 +285,12 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
         files.write_json(place / "result.json", result)
     finally:
         engine.close()
+
+
+def budget(megabytes: int, device: torch.device) -> tuple[int | None, ...]:
+    """Bytes of clients' states on each device: half of what a GPU has free, then the host's."""
+    host = megabytes * 10**6 or None
+    return (torch.cuda.mem_get_info(device)[0] // 2, host) if device.type == "cuda" else (host,)
 
 
 def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:

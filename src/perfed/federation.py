@@ -13,10 +13,12 @@ from perfed.core.clients import Clients
 from perfed.core.errors import Problem
 from perfed.core.messages import count_bytes, reduce
 from perfed.core.method import Method, State
-from perfed.core.random import COHORT, derive, shuffle
-from perfed.core.tree import leaves, rows, stack, tree_map
-from perfed.engines.base import Engine, Values
+from perfed.core.random import COHORT, choose, derive
+from perfed.core.tree import leaves, rows, send, tree_map
+from perfed.engines.base import Engine, Uploads, Values
+from perfed.states import States
 
+DIVERGED, BAD_WEIGHT = 0, 1  # what can be wrong with an upload
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
 
 
@@ -50,13 +52,19 @@ class Federation:
 
     engine: Engine
     server: State = None
-    states: dict[int, State] = field(default_factory=dict)  # only of clients that have taken part
+    states: States = None  # pyright: ignore[reportAssignmentType]  # made below where none is given
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
+        device = self.method.model.device
         if self.server is None:
             self.server = self.method.init_server(len(self.clients))
+        if self.states is None:
+            self.states = States(self.method.init_client(), device)
+        # The first upload that was not usable: (what is wrong, round, client), or -1s. On the device, so that no
+        # round waits for it.
+        self._wrong = torch.full((3,), -1, device=device)
 
     @property
     def method(self) -> Method:
@@ -70,26 +78,23 @@ class Federation:
         """The next round's cohort: a function of seed and round alone, the same for every method."""
         count = len(self.clients)
         key = derive(self.engine.seed, COHORT, self.round + 1)
-        order = shuffle(key[None], torch.tensor([count]), count)[0]
-        return sorted(order[: self.method.cohort or count].tolist())
+        return choose(key, min(self.method.cohort or count, count), count)
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """One round; returns who took part."""
         ids = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
-        rows_of = torch.tensor(ids, device=self.method.model.device)
+        rows_of = send(torch.tensor(ids), self.method.model.device)
         for exchange in range(self.method.exchanges):
             down = self.method.broadcast(self.server, rows_of)
-            before = stack([self.state(id) for id in ids])
-            after, up = self.engine.train(self.round + 1, exchange, ids, before, down)
-            self._refuse_divergence(ids, (after, up.mean, up.own))
-            if not bool((up.weight.isfinite() & (up.weight >= 0)).all()):
-                raise Problem(f"{type(self.method).__name__} gave an upload a weight that is negative or not finite")
+            states, up = self.engine.train(self.round + 1, exchange, ids, self.states.take(ids), down)
+            self._inspect(rows_of, states, up)
+            if not rows_of.is_cuda:
+                self.check()
             self._count(len(ids), down, up)
             self.server = self.method.aggregate(
                 self.server, reduce(rows_of, up.mean, up.own, up.weight, up.group, self.method.groups)
             )
-            # Clones: a row of a block would keep the whole block alive.
-            self.states.update((id, tree_map(torch.clone, rows(after, row))) for row, id in enumerate(ids))
+            self.states.put(ids, states)
         for name, numbers in self.method.extra_traffic(self.server).items():
             sent = numbers * self.method.model.dtype.itemsize
             self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
@@ -102,11 +107,12 @@ class Federation:
 
     def evaluate(self, save: Callable[[int, dict[str, Tensor]], None] | None = None) -> Values:
         """Scores of every client's model(s) on its own samples; `save(client, models)` gets each client's models."""
+        self.check()
         pieces = []
         for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
             ids = list(range(len(self.clients)))[first : first + EVALUATED_AT_ONCE]
             down = self.method.show(self.server, torch.tensor(ids, device=self.method.model.device))
-            states = stack([self.state(id) for id in ids])
+            states = self.states.take(ids)
             found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
             if save is not None:
                 for row, id in enumerate(ids):
@@ -122,15 +128,30 @@ class Federation:
         self.traffic.up_mean += size(up.mean)
         self.traffic.up_own += size(up.own)
 
-    def _refuse_divergence(self, ids: list[int], stacked: tuple[State, Any, Any]) -> None:
-        """Stop at the first number that is not finite: averaged once, it is in every model."""
-        for row, id in enumerate(ids):
-            if not all(map(_finite, leaves(rows(stacked, row)))):
-                raise Problem(
-                    f"training diverged: client '{self.clients.names[id]}' has numbers that are not finite in round "
-                    f"{self.round + 1} of {type(self.method).__name__}; a smaller lr (now {self.method.lr:g}) helps"
-                )
+    def _inspect(self, ids: Tensor, states: State, up: Uploads) -> None:
+        """Look for the first client with numbers that cannot be used, without waiting for the device."""
+        finite = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
+        for leaf in leaves((states, up.mean, up.own)):
+            if leaf.is_floating_point():
+                finite &= leaf[:, None].flatten(1).isfinite().all(1)
+        weighted = up.weight.isfinite() & (up.weight >= 0)
+        wrong = torch.where(finite, torch.where(weighted, -1, BAD_WEIGHT), DIVERGED)
+        row = (wrong >= 0).to(torch.uint8).argmax()  # the first
+        found = torch.stack([wrong[row], torch.full_like(row, self.round + 1), ids[row]])
+        self._wrong = torch.where(self._wrong < 0, torch.where(wrong[row] < 0, -1, found), self._wrong)
 
+    def check(self) -> None:
+        """Stop where a client has sent what is not a number: averaged once, it is in every model.
 
-def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+        On a CPU every round does this; a GPU would have to be waited for, so there evaluations and checkpoints do.
+        """
+        what, round, client = self._wrong.tolist()
+        if what < 0:
+            return
+        who, name = f"client '{self.clients.names[client]}'", type(self.method).__name__
+        if what == BAD_WEIGHT:
+            raise Problem(f"{name} gave {who} in round {round} a weight that is negative or not finite")
+        raise Problem(
+            f"training diverged: {who} has numbers that are not finite in round {round} of {name}; "
+            f"a smaller lr (now {self.method.lr:g}) helps"
+        )

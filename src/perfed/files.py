@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,16 @@ from perfed.core.errors import Problem
 from perfed.core.tree import pack, unpack
 
 
-def write(path: Path, content: bytes | str) -> None:
+def write(path: Path, content: bytes | str | Iterable[bytes]) -> None:
     """Replace a file in one step; after a crash at any moment the old or the new one is there, whole."""
     # Names of files need not be valid text: what has no UTF-8 form is written as an escape.
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    pieces = [content] if isinstance(content, bytes) else content
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -128,7 +128,7 @@ def test_alpha_moves_once_per_round_before_the_steps(clients):
     world = World(plain_net, clients)
     fed = world.run(APFL, ROUNDS[:1], **FAST)
     assert all(float(fed.state(i)["alpha"]) == 0.4 for i in range(5))
-    states, server = copy.deepcopy(fed.states), fed.server
+    states, server = dict(fed.states), fed.server
     fed.step(ROUNDS[1])
     for i in ROUNDS[1]:
         v = states[i]["v"] if i in states else fed.method.model.init(5)

@@ -107,7 +107,7 @@ def test_theta_starts_at_the_received_model_and_is_carried_from_batch_to_batch(c
     world = World(plain_net, clients)
     fed = world.run(PFedMe, ROUNDS[:1], **SET)
     other = world.run(PFedMe, ROUNDS[:1], **SET)
-    other.states = {i: torch.full_like(state, 7.0) for i, state in other.states.items()}
+    other.states.update((i, torch.full_like(state, 7.0)) for i, state in list(other.states.items()))
     fed.step(ROUNDS[1])
     other.step(ROUNDS[1])
     for i in ROUNDS[1]:

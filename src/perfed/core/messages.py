@@ -16,6 +16,8 @@ from torch import Tensor
 
 from perfed.core.tree import leaves, tree_map
 
+AT_ONCE = 1 << 26  # numbers that a sum on a GPU holds in float64 at a time
+
 
 @dataclass(frozen=True)
 class Down:
@@ -46,7 +48,7 @@ class Cohort:
 
 
 def reduce(ids: Tensor, mean: Any, own: Any, weight: Tensor, group: Tensor | None, groups: int) -> Cohort:
-    """Rows of uploads, in client order, as a Cohort. Sums run in client order and in float64 for every engine."""
+    """Rows of uploads, in client order, as a Cohort. Sums run in float64, on a CPU in client order for every engine."""
     share = weight.double()[:, None]  # [m, 1]
     if group is not None:
         share = share * torch.nn.functional.one_hot(group, groups)  # [m, groups]
@@ -54,13 +56,26 @@ def reduce(ids: Tensor, mean: Any, own: Any, weight: Tensor, group: Tensor | Non
 
     def average(stacked: Tensor) -> Tensor:
         shape = (-1, *(1,) * (stacked.dim() - 1))
-        out = torch.zeros(share.shape[1], *stacked.shape[1:], dtype=torch.float64, device=stacked.device)
-        for w, row in zip(share, stacked, strict=True):
-            out += w.view(shape) * row.double()
+        out = _products(share, stacked) if stacked.is_cuda else _sums(share, stacked)
         out /= total.where(total > 0, 1.0).view(shape)
         return (out if group is not None else out[0]).to(stacked.dtype)
 
     return Cohort(ids, tree_map(average, mean), own, total if group is not None else total[0])
+
+
+def _sums(share: Tensor, stacked: Tensor) -> Tensor:
+    """share.T @ stacked, one client after another: a sum that does not depend on how a library orders it."""
+    out = torch.zeros(share.shape[1], *stacked.shape[1:], dtype=torch.float64, device=stacked.device)
+    for w, row in zip(share, stacked, strict=True):
+        out += w.view(-1, *(1,) * row.dim()) * row.double()
+    return out
+
+
+def _products(share: Tensor, stacked: Tensor) -> Tensor:
+    """The same as matrix products over some columns at a time: a few kernels, whatever the number of clients."""
+    flat = stacked[:, None].flatten(1)
+    parts = [share.T @ some.double() for some in flat.split(max(1, AT_ONCE // len(flat)), 1)]
+    return torch.cat(parts, 1).view(-1, *stacked.shape[1:])
 
 
 def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,20 +41,37 @@ def derive(key: Tensor | int, *parts: Tensor | int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(n: int, device: torch.device) -> Tensor:
-    return GOLDEN * (torch.arange(n, device=device) + 1)
+def _table(power: int, device: torch.device) -> Tensor:
+    return GOLDEN * (torch.arange(2**power, device=device) + 1)
 
 
-@torch.compiler.assume_constant_result
+def _constant(power: int) -> Callable[[torch.device], Tensor]:
+    def counters(device: torch.device) -> Tensor:
+        return _table(power, device)
+
+    # Dynamo knows a constant by the name of the code it comes from: two tables in one step need two names.
+    counters.__code__ = counters.__code__.replace(co_name=f"counters_{power}")
+    return torch.compiler.assume_constant_result(counters)
+
+
+# Tables, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
+_COUNTERS = [_constant(power) for power in range(41)]
+
+
 def _counters(n: int, device: torch.device) -> Tensor:
-    # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
-    return _table(n, device)
+    return _COUNTERS[max(n - 1, 0).bit_length()](device).index_select(0, torch.arange(n, device=device))
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in [0, 1), a function of `key` and position only."""
     z = _mix(key + _counters(math.prod(shape), key.device))
     return (((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53).to(dtype).reshape(shape)
+
+
+def choose(key: Tensor, count: int, among: int) -> list[int]:
+    """`count` different numbers below `among`, ascending: the first ones of `shuffle`, without sorting the rest."""
+    ticket = _mix(key + GOLDEN * (torch.arange(among, device=key.device) + 1))  # all different
+    return sorted(ticket.topk(count, largest=False).indices.tolist())
 
 
 def shuffle(key: Tensor, size: Tensor, longest: int) -> Tensor:

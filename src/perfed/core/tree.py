@@ -29,6 +29,13 @@ def stack(trees: Sequence[Any]) -> Any:
     return tree_map(lambda *t: torch.stack(t), *trees)
 
 
+def send(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on a device. To a GPU it goes from pinned memory, or the host would wait until the GPU is idle."""
+    if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def pack(tree: Any) -> tuple[Any, list[Tensor]]:
     """A JSON skeleton and the tensors it points to; the inverse of `unpack`."""
     tensors: list[Tensor] = []

@@ -1,11 +1,18 @@
-"""Checkpoints: everything a method's training is, in one file; the last two are kept."""
+"""Checkpoints: everything a method's training is, in two files; the last two are kept.
+
+The clients' states are written first, row by row, to a file of bytes; the other file says what they are and makes the
+checkpoint whole. Neither writing nor reading holds all rows at once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from perfed import files
@@ -14,8 +21,11 @@ from perfed.core.tree import tree_map
 from perfed.federation import Federation, Traffic
 from perfed.observe import Round
 from perfed.observe.metrics import MetricsLog
+from perfed.states import States
 
 KEPT = 2
+ROWS = ".rows"
+AT_ONCE = 64  # rows in memory at a time
 
 
 class Checkpoints:
@@ -33,19 +43,53 @@ class Checkpoints:
 
     def write(self, federation: Federation) -> None:
         """Save the federation as it is, with the lengths of the logs that belong to it."""
+        path, states = self.folder / f"round_{federation.round:08d}.safetensors", federation.states
+        ids, digest = list(states), hashlib.sha256()
+        if ids:
+            files.write(path.with_suffix(ROWS), _watched(states.pieces(ids, AT_ONCE), digest))
         state = {
             "round": federation.round,
             "server": federation.server,
-            "states": {str(id): state for id, state in sorted(federation.states.items())},
+            "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest.hexdigest()},
             "traffic": dataclasses.asdict(federation.traffic),
             "logs": self.log.sizes(),
         }
-        files.save_tree(self.folder / f"round_{federation.round:08d}.safetensors", state)
+        files.save_tree(path, state)
         self._prune()
 
     def _prune(self) -> None:
-        for old in sorted(self.folder.glob("round_*.safetensors"))[:-KEPT]:
-            old.unlink()
+        kept = [path.stem for path in sorted(self.folder.glob("round_*.safetensors"))[-KEPT:]]
+        for old in self.folder.glob("round_*"):
+            if old.stem not in kept:
+                old.unlink()
+
+
+def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+
+
+def _read_rows(path: Path, about: dict[str, Any], states: States) -> None:
+    """Fill `states` from a file of rows; a Problem where the file is not what was written."""
+    if "sha256" not in about:
+        raise Problem(f"'{path.parent}' holds checkpoints of an older perfed: resume with that one, or start anew")
+    ids, digest = about["clients"].tolist(), hashlib.sha256()
+    states.clear()
+    if not ids:
+        return
+    try:
+        with path.open("rb") as file:
+            for first in range(0, len(ids), AT_ONCE):
+                some = ids[first : first + AT_ONCE]
+                piece = bytearray(file.read(len(some) * states.width))
+                digest.update(piece)
+                if len(piece) == len(some) * states.width:
+                    states.load(some, torch.frombuffer(piece, dtype=torch.uint8).view(len(some), -1))
+    except FileNotFoundError:
+        raise Problem(f"there is no file '{path}'") from None
+    if digest.hexdigest() != about["sha256"]:
+        raise Problem(f"'{path}' is damaged: its checksum does not fit")
 
 
 def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
@@ -58,6 +102,7 @@ def restore(folder: Path, federation: Federation, notice: Callable[[str], None])
             state = files.load_tree(path)
             for name, size in state["logs"].items():
                 files.long_enough(folder / name, size)
+            _read_rows(path.with_suffix(ROWS), state["states"], federation.states)
         except Problem as problem:
             if at == len(found) - 1:
                 raise
@@ -65,7 +110,6 @@ def restore(folder: Path, federation: Federation, notice: Callable[[str], None])
             continue
         federation.round = state["round"]
         federation.server = here(state["server"])
-        federation.states = {int(id): here(one) for id, one in state["states"].items()}
         federation.traffic = Traffic(**state["traffic"])
         return state["logs"]
     return None

@@ -1,0 +1,224 @@
+"""Every client's private state, as a table with one row for each client that has taken part.
+
+A row is the bytes of one client's tensors, one after another. Rows lie on the model's device; beyond a budget those
+written longest ago move to the host's memory, and from there to a file. Where a row lies never changes what it holds.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from perfed.core.data import form
+from perfed.core.errors import Problem
+from perfed.core.method import State
+from perfed.core.tree import flatten, rows, send, stack, tree_map, unflatten
+
+FEWEST = 16  # rows that a table begins with
+
+
+class States(MutableMapping[int, State]):
+    """States by client; `take` and `put` handle many at once, stacked.
+
+    `budget`: bytes on the device, then bytes in the host's memory (one number where the device is the host); None is
+    no limit. What passes the last limit lies in a nameless file in `folder`, which is gone when the process is.
+    """
+
+    def __init__(
+        self,
+        initial: State,
+        device: torch.device | str = "cpu",
+        budget: Sequence[int | None] = (None,),
+        folder: Path | None = None,
+    ):
+        self.device = torch.device(device)
+        self.initial = tree_map(lambda t: t.to(self.device), stack([initial]))
+        leaves, self.tree = flatten(self.initial)
+        self.parts = [(t.shape[1:], t.dtype, prod(t.shape[1:]) * t.element_size()) for t in leaves]
+        self.width = sum(size for *_, size in self.parts)  # bytes of a row
+        places = (self.device, torch.device("cpu"))[: len(budget)]
+        limits = [None if b is None else b // max(self.width, 1) for b in budget]
+        self.shelves: list[_Shelf] = [
+            _Memory(self.width, limit, place) for place, limit in zip(places, limits, strict=True)
+        ]
+        if None not in limits:
+            self.shelves.append(_File(self.width, folder))
+
+    def take(self, ids: Sequence[int]) -> State:
+        """The states of these clients, stacked; the initial state for those who never took part."""
+        return self._tree(self._take(ids)) if self.width else rows(self.initial, [0] * len(ids))
+
+    def put(self, ids: Sequence[int], stacked: State) -> None:
+        """Set the states of these clients."""
+        wanted, found = form(self.initial), form(tree_map(lambda t: t[:1], stacked))
+        if wanted != found:
+            raise TypeError(f"a client's state changed its form: {found}, not {wanted} (a row)")
+        if self.width:
+            self.load(ids, self._bytes(stacked))
+
+    def load(self, ids: Sequence[int], packed: Tensor) -> None:
+        """Set these clients' rows, given as bytes."""
+        for shelf in self.shelves[1:]:
+            shelf.forget(ids)
+        self._store(0, list(ids), packed)
+
+    def pieces(self, ids: Sequence[int], at_once: int) -> Iterator[bytes]:
+        """The rows of these clients as bytes, some at a time, so that a copy of all is never held."""
+        for first in range(0, len(ids), at_once):
+            yield self._take(ids[first : first + at_once]).cpu().numpy().tobytes()
+
+    def _take(self, ids: Sequence[int]) -> Tensor:
+        held = [[row for row, id in enumerate(ids) if id in shelf.slot] for shelf in self.shelves]
+        read = [
+            send(shelf.read([ids[row] for row in here]), self.device) if here else None
+            for shelf, here in zip(self.shelves, held, strict=True)
+        ]
+        for here, found in zip(held, read, strict=True):
+            if len(here) == len(ids) and found is not None:
+                return found  # all in one place: nothing to put together
+        out = self._bytes(self.initial).repeat(len(ids), 1)
+        for here, found in zip(held, read, strict=True):
+            if found is not None:
+                out.index_copy_(0, send(torch.tensor(here), self.device), found)
+        return out
+
+    def _store(self, level: int, ids: list[int], packed: Tensor) -> None:
+        """Write rows at a level; what was written there longest ago moves down where they need its room."""
+        shelf = self.shelves[level]
+        if shelf.limit is not None:
+            if len(ids) > shelf.limit:  # more at once than there is room for
+                self._store(level + 1, ids[shelf.limit :], packed[shelf.limit :])
+                shelf.forget(ids[shelf.limit :])
+                ids, packed = ids[: shelf.limit], packed[: shelf.limit]
+            mine = set(ids)
+            over = len(shelf.slot.keys() | mine) - shelf.limit
+            if over > 0:
+                old = [id for id in shelf.slot if id not in mine][:over]
+                self._store(level + 1, old, shelf.read(old))
+                shelf.forget(old)
+        if ids:
+            shelf.write(ids, packed)
+
+    def _bytes(self, stacked: State) -> Tensor:
+        """[rows, width] of stacked states."""
+        flat = lambda t: (t[:, None] if t.dim() == 1 else t.flatten(1)).contiguous().view(torch.uint8)
+        parts = [flat(t.to(self.device)) for t in flatten(stacked)[0]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def _tree(self, packed: Tensor) -> State:
+        """Stacked states of [rows, width]; each tensor has memory of its own, so that its numbers are aligned."""
+        pieces = packed.split([size for *_, size in self.parts], 1)
+        whole = lambda t: t if len(self.parts) == 1 else t.clone(memory_format=torch.contiguous_format)
+        leaves = [
+            whole(piece).flatten().view(dtype).view(len(packed), *shape)
+            for piece, (shape, dtype, _) in zip(pieces, self.parts, strict=True)
+        ]
+        return unflatten(leaves, self.tree)
+
+    # ------------------------------------------------------------------ one client at a time
+
+    def __getitem__(self, id: int) -> State:
+        if id not in self:
+            raise KeyError(id)
+        return rows(self.take([id]), 0)
+
+    def __setitem__(self, id: int, state: State) -> None:
+        self.put([id], stack([state]))
+
+    def __delitem__(self, id: int) -> None:
+        if id not in self:
+            raise KeyError(id)
+        for shelf in self.shelves:
+            shelf.forget([id])
+
+    def clear(self) -> None:
+        for shelf in self.shelves:
+            shelf.forget(list(shelf.slot))
+
+    def __contains__(self, id: object) -> bool:
+        return any(id in shelf.slot for shelf in self.shelves)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(id for shelf in self.shelves for id in shelf.slot))
+
+    def __len__(self) -> int:
+        return sum(len(shelf.slot) for shelf in self.shelves)
+
+
+class _Shelf:
+    """Some clients' rows at one place; a dict keeps the order in which it was filled: the oldest come first."""
+
+    def __init__(self, width: int, limit: int | None):
+        self.width, self.limit = width, limit
+        self.slot: dict[int, int] = {}
+        self.free: list[int] = []
+
+    def forget(self, ids: Iterable[int]) -> None:
+        self.free += [self.slot.pop(id) for id in ids if id in self.slot]
+
+    def _place(self, ids: Sequence[int]) -> list[int]:
+        """A slot for each client; these are the newest now."""
+        for id in ids:
+            known = id in self.slot
+            self.slot[id] = self.slot.pop(id) if known else self.free.pop() if self.free else len(self.slot)
+        return [self.slot[id] for id in ids]
+
+    def read(self, ids: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def write(self, ids: Sequence[int], packed: Tensor) -> None:
+        raise NotImplementedError
+
+
+class _Memory(_Shelf):
+    """Rows in one tensor that doubles when it is full."""
+
+    def __init__(self, width: int, limit: int | None, device: torch.device):
+        super().__init__(width, limit)
+        self.table = torch.empty(0, width, dtype=torch.uint8, device=device)
+
+    def _where(self, slots: list[int]) -> Tensor:
+        return send(torch.tensor(slots), self.table.device)
+
+    def read(self, ids: Sequence[int]) -> Tensor:
+        return self.table.index_select(0, self._where([self.slot[id] for id in ids]))
+
+    def write(self, ids: Sequence[int], packed: Tensor) -> None:
+        slots, held = self._place(ids), len(self.table)
+        if max(slots) >= held:
+            more = max(FEWEST, 2 * held, max(slots) + 1)
+            larger = self.table.new_empty(more if self.limit is None else min(more, self.limit), self.width)
+            larger[:held] = self.table
+            self.table = larger
+        self.table.index_copy_(0, self._where(slots), send(packed, self.table.device))
+
+
+class _File(_Shelf):
+    """Rows in a file. It is read and written, not mapped: mapped pages would count as the process's memory again."""
+
+    def __init__(self, width: int, folder: Path | None):
+        super().__init__(width, None)
+        self.folder, self.file = folder, None
+
+    def read(self, ids: Sequence[int]) -> Tensor:
+        out = torch.empty(len(ids), self.width, dtype=torch.uint8)
+        for row, id in zip(out, ids, strict=True):
+            assert self.file is not None  # whoever has a slot was written
+            self.file.seek(self.slot[id] * self.width)
+            self.file.readinto(row.numpy().data)
+        return out
+
+    def write(self, ids: Sequence[int], packed: Tensor) -> None:
+        try:
+            self.file = self.file or tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (held to the end)
+            for row, slot in zip(packed.cpu(), self._place(ids), strict=True):
+                self.file.seek(slot * self.width)
+                self.file.write(row.numpy().data)
+        except OSError as error:
+            place = self.folder or tempfile.gettempdir()
+            raise Problem(f"cannot keep the clients' states in '{place}': {error.strerror}") from error
