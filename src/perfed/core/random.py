@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,25 +40,14 @@ def derive(key: Tensor | int, *parts: Tensor | int) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _table(power: int, device: torch.device) -> Tensor:
-    return GOLDEN * (torch.arange(2**power, device=device) + 1)
+def _table(n: int, device: torch.device) -> Tensor:
+    return GOLDEN * (torch.arange(n, device=device) + 1)
 
 
-def _constant(power: int) -> Callable[[torch.device], Tensor]:
-    def counters(device: torch.device) -> Tensor:
-        return _table(power, device)
-
-    # Dynamo knows a constant by the name of the code it comes from: two tables in one step need two names.
-    counters.__code__ = counters.__code__.replace(co_name=f"counters_{power}")
-    return torch.compiler.assume_constant_result(counters)
-
-
-# Tables, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
-_COUNTERS = [_constant(power) for power in range(41)]
-
-
+@torch.compiler.assume_constant_result
 def _counters(n: int, device: torch.device) -> Tensor:
-    return _COUNTERS[max(n - 1, 0).bit_length()](device).index_select(0, torch.arange(n, device=device))
+    # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
+    return _table(n, device)
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
