@@ -161,6 +161,39 @@ def test_mean_is_exact_over_chunks(engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sizes", [(4, 0, 2 * CHUNK + 3, 1, 9 * CHUNK, 0, 7, 0, 0), (0, 0, 3), (5, 0), (1, 8 * CHUNK)])
+def test_a_shared_model_is_scored_as_if_client_by_client(engine, sizes):
+    """Many small clients in one piece, a large one in several passes, clients without samples anywhere."""
+    whole = make_clients((6,) * len(sizes))
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(sizes), *whole.train.x.shape[1:], generator=draw, dtype=torch.float64)
+    test = Split(x, torch.randint(0, 3, (len(x),), generator=draw), sizes)
+    clients = Clients(whole.names, whole.train, whole.val, test, 3)
+    federation = Federation(engine(FedAvg(Model(norm_net, dtype=torch.float64), batch_size=5), clients))
+    federation.step()
+    found, models = federation.evaluate(), {}
+    assert contract.difference(federation.evaluate(models.__setitem__), found) == 0
+    federation.engine.close()
+    assert all(torch.equal(models[id]["personal"], federation.server) for id in range(len(sizes)))
+    reference, ids = Sequential(federation.method, clients), range(len(sizes))
+    expected = reference.evaluate(1, ids, (), federation.method.broadcast(federation.server, torch.tensor(ids))).values
+    assert contract.difference(found, expected) < 1e-12
+    assert found["test"]["personal"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
+
+
+def test_what_is_not_one_model_is_scored_client_by_client(clients):
+    @dataclass(frozen=True)
+    class Scored(FedAvg):
+        def score(self, batch, models):
+            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
+
+    model = Model(plain_net, dtype=torch.float64)
+    assert FedAvg(model).one_for_all
+    assert not any(method.one_for_all for method in (FedAvg(model, fine_tune=1), Local(model), Scored(model)))
+    assert Federation(Sequential(Scored(model), clients)).evaluate()["test"]["personal"]["loss"].tolist() == [7.0] * 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_client_without_test_samples_has_no_score(engine):
     whole = make_clients((6, 6))
     empty = Clients(whole.names, whole.train, whole.val, Split(whole.test.x[:3], whole.test.y[:3], (3, 0)), 3)

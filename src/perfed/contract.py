@@ -286,6 +286,20 @@ def check_stable(entry: Entry) -> None:
         assert form(federation.server) == server, "the server's state changes its form"
 
 
+def check_global(entry: Entry) -> None:
+    """Where a method says that it evaluates one global model, every client has that one: they are scored together."""
+    method = maker(entry, "norm")()
+    if not method.one_for_all:
+        return
+    engine, ids = Sequential(method, toy_clients(), seed=5), range(len(SIZES))
+    federation = Federation(engine)
+    for cohort in COHORTS:
+        federation.step(cohort)
+    down = federation.method.show(federation.server, torch.tensor(ids))
+    for found in engine.models(federation.round, ids, federation.states.take(ids), down).values():
+        assert bool((found == found[0]).all()), "it says evaluates = 'global', but clients have different models"
+
+
 def other_values(kind: Any, now: Any) -> list[Any]:
     """Some allowed values of a hyper-parameter other than the one it has."""
     if get_args(kind):
@@ -368,6 +382,7 @@ def check_method(entry: Entry) -> Iterator[tuple[str, str | None]]:
         ("the same seed gives the same result", lambda: check_repeatable(entry)),
         ("state survives saving and loading", lambda: check_saved(entry)),
         ("states keep their form", lambda: check_stable(entry)),
+        ("a global model is the same for all", lambda: check_global(entry)),
         ("every hyper-parameter matters", lambda: check_settings(entry)),
         ("it learns where clients disagree", lambda: check_learns(entry)),
     ]

@@ -108,10 +108,18 @@ class Federation:
     def evaluate(self, save: Callable[[int, dict[str, Tensor]], None] | None = None) -> Values:
         """Scores of every client's model(s) on its own samples; `save(client, models)` gets each client's models."""
         self.check()
+        down = self.method.show(self.server, send(torch.tensor([0]), self.method.model.device))
+        if self.method.one_for_all and not leaves(down.own):
+            found = rows(self.engine.models(self.round, [0], self.states.take([0]), down), 0)
+            values = tree_map(torch.Tensor.cpu, self.engine.score_all(found))
+            if save is not None:
+                for id in range(len(self.clients)):
+                    save(id, found)
+            return values
         pieces = []
         for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
-            ids = list(range(len(self.clients)))[first : first + EVALUATED_AT_ONCE]
-            down = self.method.show(self.server, torch.tensor(ids, device=self.method.model.device))
+            ids = list(range(first, min(first + EVALUATED_AT_ONCE, len(self.clients))))
+            down = self.method.show(self.server, send(torch.tensor(ids), self.method.model.device))
             states = self.states.take(ids)
             found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
             if save is not None:

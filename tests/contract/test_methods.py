@@ -85,6 +85,11 @@ def test_states_keep_their_form(entry):
 
 
 @each_method
+def test_a_global_model_is_the_same_for_all(entry):
+    contract.check_global(entry)
+
+
+@each_method
 def test_every_hyperparameter_matters(entry):
     contract.check_settings(entry)
 

@@ -21,7 +21,7 @@ from perfed.core.fields import checked, hyper
 from perfed.core.messages import Cohort, Down, Up
 from perfed.core.model import Batch, Model
 from perfed.core.optim import adam, adam_start, sgd
-from perfed.core.tree import leaves
+from perfed.core.tree import leaves, tree_map
 
 State = Any  # a tree of tensors: dicts, tuples, lists
 Gradient = Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]]  # (theta, batch, given) -> (g, theta)
@@ -70,6 +70,12 @@ class Method(ABC):
     def groups(self) -> int:
         """How many groups `Up.group` may name."""
         return 1
+
+    @property
+    def one_for_all(self) -> bool:
+        """Whether all clients predict with one model, so that an evaluation may score their samples together."""
+        usual = type(self).models is Method.models and type(self).score is Method.score
+        return self.evaluates == "global" and not self.fine_tune and usual
 
     # ------------------------------------------------------------------ the six functions
 
@@ -175,17 +181,21 @@ class Method(ABC):
         carry = (theta, self.start(theta))
         return data.fold(step, carry, given, epochs=epochs, steps=steps, stream=stream)[0]
 
-    def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Mean loss and accuracy of each model on a batch."""
+    def rate(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Loss and accuracy (1 or 0) of each model on every sample of a batch."""
         out: dict[str, dict[str, Tensor]] = {}
         for name, theta in models.items():
             logits, _ = self.model.apply(theta, batch.x)
             loss = torch.nn.functional.cross_entropy(logits, batch.y, reduction="none")
-            right = (logits.argmax(-1) == batch.y).to(loss.dtype)
-            weight = torch.ones_like(loss) if batch.weight is None else batch.weight
-            mean = lambda each, w=weight: (each * w).sum() / w.sum()
-            out[name] = {"loss": mean(loss), "accuracy": mean(right)}
+            out[name] = {"loss": loss, "accuracy": (logits.argmax(-1) == batch.y).to(loss.dtype)}
         return out
+
+    def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Mean loss and accuracy of each model on a batch."""
+        rates, weight = self.rate(batch, models), batch.weight
+        if weight is None:
+            return tree_map(lambda each: each.sum() / len(batch.y), rates)
+        return tree_map(lambda each: (each * weight).sum() / weight.sum(), rates)
 
     def models(self, client: State, down: Down, data: Data) -> dict[str, Tensor]:
         """What is evaluated and saved for a client: its personal model, fine-tuned where that is asked for."""

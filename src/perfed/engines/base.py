@@ -10,17 +10,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from perfed.core.clients import Clients
-from perfed.core.data import Data
+from perfed.core.data import CHUNK, Data
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method, State
+from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
+from perfed.core.tree import send, tree_map
 from perfed.wire import Transform, identity
+
+_ON_GPU = 1 << 14  # samples that a shared model is given at once
 
 
 class Uploads(NamedTuple):
@@ -58,13 +63,64 @@ class Engine(ABC):
 
     def evaluate(self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False) -> Scores:
         """Every client's model(s), and their scores on the client's own validation and test samples."""
-        splits = tuple(name for name in ("val", "test") if len(self.clients.split(name).y))
-        out = self._each(_Evaluation(self.method, splits, keep), self.key(PERSONALISE, round), ids, states, down)
+        out = self._each(_Evaluation(self.method, self.splits, keep), self.key(PERSONALISE, round), ids, states, down)
         return Scores(out["models"], out["values"])
+
+    def models(self, round: int, ids: Sequence[int], states: State, down: Down) -> dict[str, Tensor]:
+        """Every client's model(s), not scored."""
+        return self._each(_Evaluation(self.method, (), True), self.key(PERSONALISE, round), ids, states, down)["models"]
+
+    def score_all(self, models: dict[str, Tensor]) -> Values:
+        """Scores of models that all clients share: their samples in large pieces, then means for each client."""
+        found: dict[str, list[Any]] = {split: [] for split in self.splits}
+        for piece, values in zip(self._pieces, self._score(models), strict=True):
+            found[piece[0]].append(values)
+        return {split: tree_map(lambda *t: torch.cat(t), *values) for split, values in found.items()}
+
+    def _score(self, models: dict[str, Tensor]) -> list[Any]:
+        """The scores of every piece."""
+        return [self.score_piece(models, *piece) for piece in self._pieces]
+
+    def score_piece(self, models: dict[str, Tensor], split: str, first: int, last: int) -> dict[str, dict[str, Tensor]]:
+        """Scores of the clients from `first` to before `last`, whose samples lie side by side."""
+        source, step = self.clients.split(split), _ON_GPU if self.clients.train.y.is_cuda else CHUNK
+        begin, size = source.start[first], source.size[first:last]
+        some = [slice(at, min(at + step, begin + sum(size))) for at in range(begin, begin + sum(size), step)]
+        key, ready = self.key(), lambda rows: self.clients.ready(source.x[rows], self.method.model.dtype)
+        each = [self.method.rate(Batch(ready(r), source.y[r], None, key), models) for r in some]
+        count = send(torch.tensor(size), source.y.device)
+
+        def mean(*parts: Tensor) -> Tensor:
+            total = torch.segment_reduce(torch.cat(parts).double(), "sum", lengths=count, unsafe=True)
+            return (total / count).to(parts[0].dtype)  # NaN for a client without samples
+
+        return tree_map(mean, *each)
+
+    @cached_property
+    def splits(self) -> tuple[str, ...]:
+        """What is evaluated."""
+        return tuple(name for name in ("val", "test") if len(self.clients.split(name).y))
+
+    @cached_property
+    def _pieces(self) -> list[tuple[str, int, int]]:
+        """(split, first client, last client + 1) of neighbours who together have enough samples, and one at least."""
+        enough, pieces = _ON_GPU if self.clients.train.y.is_cuda else 8 * CHUNK, []
+        for split in self.splits:
+            first, held = 0, 0
+            for id, size in enumerate(self.clients.split(split).size):
+                held += size
+                if held >= enough:
+                    pieces.append((split, first, id + 1))
+                    first, held = id + 1, 0
+            if held:
+                pieces.append((split, first, len(self.clients)))
+            elif first < len(self.clients):  # the last ones have no samples: they go with those before them
+                pieces[-1] = (split, pieces[-1][1], len(self.clients))
+        return pieces
 
     def key(self, *parts: int) -> Tensor:
         """The key of a purpose and a round, from which each client derives its own."""
-        return derive(self.seed, *parts).to(self.method.model.device)
+        return send(derive(self.seed, *parts), self.method.model.device)
 
     @abstractmethod
     def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:

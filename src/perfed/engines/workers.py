@@ -15,7 +15,7 @@ import signal
 import tempfile
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -115,40 +115,66 @@ class Workers(Sequential):
         self.workers: list[_Worker] = []
 
     def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+        size = self.clients.train.size
+        order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # the largest is taken first
+        # Clients that only predict are quick: several go together.
+        some = max(1, len(ids) // (4 * self.count)) if isinstance(task, _Evaluation) else 1
+        groups = [order[first : first + some] for first in range(0, len(order), some)]
+        how = {"task": _describe(task), "key": int(key)}
+        jobs = [({**how, "ids": [ids[row] for row in g]}, lambda g=g: rows((states, down.own), g)) for g in groups]
+        found = self._spread(down.shared, jobs)
+        back = torch.tensor([row for group in groups for row in group]).argsort()
+        return tree_map(lambda *t: torch.cat(t)[back], *found)
+
+    def _score(self, models: dict[str, Tensor]) -> list[Any]:
+        return self._spread(models, [({"piece": piece}, tuple) for piece in self._pieces])
+
+    def _spread(self, shared: Any, jobs: list[tuple[dict[str, Any], Callable[[], Any]]]) -> list[Any]:
+        """What the workers make of the jobs, each a message and what makes its tensors; `shared` is for all."""
         self.shared = self.shared or Memory()  # before the workers: they inherit it
         while len(self.workers) < self.count:
             self.workers.append(_Worker(self, self.workers))
-        shared = self.shared.write(down.shared)
-        how = {"task": _describe(task), "key": int(key), "shared": shared}
-        size = self.clients.train.size
-        waiting = sorted(range(len(ids)), key=lambda row: size[ids[row]])  # the largest is taken first, from the end
-        each: list[Any] = [None] * len(ids)
+        note = self.shared.write(shared)
+        waiting = list(range(len(jobs)))[::-1]
+        found: list[Any] = [None] * len(jobs)
         busy: dict[Connection, tuple[_Worker, int]] = {}
 
         def hand_out(worker: _Worker) -> None:
             if waiting:
-                row = waiting.pop()
-                note = worker.inbox.write(rows((states, down.own), row))
-                worker.send({**how, "id": ids[row], "note": note})
-                busy[worker.pipe] = (worker, row)
+                job = waiting.pop()
+                message, tensors = jobs[job]
+                worker.send({**message, "shared": note, "note": worker.inbox.write(tensors())})
+                busy[worker.pipe] = (worker, job)
 
         for worker in self.workers:
             hand_out(worker)
         while busy:
             for pipe in wait(list(busy)):
-                worker, row = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
+                worker, job = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
                 try:
                     answer = worker.receive()
                 except (EOFError, ConnectionResetError):
                     self.close()
-                    raise RuntimeError(
-                        f"the worker process that trained client {self.clients.names[ids[row]]} died (out of memory?)"
-                    ) from None
+                    names = [self.clients.names[id] for id in jobs[job][0].get("ids", [])]
+                    who = f"trained client {names[0]}" if names else "evaluated"
+                    raise RuntimeError(f"the worker process that {who} died (out of memory?)") from None
                 if "error" in answer:
                     self.close()
                     raise (Problem if answer["problem"] else RuntimeError)(answer["error"])
-                each[row] = tree_map(torch.clone, worker.outbox.read(answer))
+                found[job] = tree_map(torch.clone, worker.outbox.read(answer))
                 hand_out(worker)
+        return found
+
+    def answer(self, message: dict[str, Any], shared: Any, tensors: Any) -> Any:
+        """What a worker makes of a job."""
+        if "piece" in message:
+            return self.score_piece(shared, *message["piece"])
+        how, key = message["task"], torch.tensor(message["key"])
+        task = _Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else _Training(self.method, self.wire)
+        each = []
+        for row, id in enumerate(message["ids"]):
+            state, own = rows(tensors, row)
+            each.append(self.one(task, key, id, state, Down(shared, own)))
         return stack(each)
 
     def close(self) -> None:
@@ -186,12 +212,8 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
         except (EOFError, ConnectionResetError):
             return
         try:
-            how = message["task"]
-            method, wire = engine.method, engine.wire
-            task = _Evaluation(method, tuple(how["splits"]), how["keep"]) if how else _Training(method, wire)
-            state, own = inbox.read(message["note"])
-            down = Down(shared.read(message["shared"]), own)
-            answer = outbox.write(engine.one(task, torch.tensor(message["key"]), message["id"], state, down))
+            found = engine.answer(message, shared.read(message["shared"]), inbox.read(message["note"]))
+            answer = outbox.write(found)
         except Exception as error:
             if "fork-based multiprocessing" in str(error):
                 error = Problem(
