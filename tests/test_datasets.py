@@ -81,6 +81,16 @@ def test_large_shares_leave_a_training_sample():
         load(DataConfig(test=0.6, val=0.5), 0)
 
 
+def test_split_at_random_does_not_look_at_classes():
+    y = np.repeat([0, 1], 200)
+    part = divide(y, None, 0.25, 0.1, np.random.default_rng(0), stratify=False)
+    counts = [int((part == code).sum()) for code in (TRAIN, VAL, TEST)]
+    assert counts == [260, 40, 100]
+    tests = [(divide(y, None, 0.25, 0, np.random.default_rng(s), False)[:200] == TEST).sum() for s in range(40)]
+    assert np.std(tests) == pytest.approx(4.3, abs=1.5)  # hypergeometric: sqrt(100 / 4 * 300 / 399)
+    assert not same(load(DataConfig(), 0), load(DataConfig(stratify=False), 0))
+
+
 # --- sources --------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +200,31 @@ def test_plain_images(tmp_path):
     assert sum(len(clients.split(s).y) for s in ("train", "val", "test")) == 80
     picture = clients.train.x[0].permute(1, 2, 0).numpy()
     assert any((picture == x).all() for x in np.concatenate([arrays["x_train"], arrays["x_test"]]))
+
+
+def test_official_test_set_is_kept(tmp_path):
+    arrays = plain_images(tmp_path / "mnist.npz", n=300)
+    config = DataConfig(name="mnist", dir=str(tmp_path), partition="iid", clients=4, split="official", val=0.2)
+    clients = load(config, 0)
+    pictures = lambda x: {picture.tobytes() for picture in np.asarray(x)}
+    assert pictures(clients.test.x) == pictures(arrays["x_test"])
+    assert pictures(clients.train.x) | pictures(clients.val.x) == pictures(arrays["x_train"])
+    assert clients.val.size == (15,) * 4
+    assert torch.bincount(clients.val.y).tolist() == [6] * 10
+    assert load(DataConfig(**(vars(config) | {"test": 0.9, "val": 0.5})), 0).test.size == (5,) * 4  # test plays no part
+
+
+def test_normalisation_of_images(tmp_path):
+    plain_images(tmp_path / "cifar10.npz", colour=True)
+    made = lambda how: load(DataConfig(name="cifar10", dir=str(tmp_path), clients=2, normalise=how), 0)
+    half, none = made("half"), made("none")
+    assert half.mean is not None
+    assert half.std is not None
+    assert half.mean.flatten().tolist() == half.std.flatten().tolist() == [0.5] * 3
+    black_to_white = half.ready(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.float32)
+    assert black_to_white[:, 0, 0, 0].tolist() == [-1, 1]
+    assert none.mean is None
+    assert none.std is None
 
 
 def test_writers_can_be_clients(tmp_path):
@@ -599,3 +634,17 @@ def test_real_cifar(name, file, mean, std, within):
     assert clients.std is not None
     assert clients.mean.flatten().tolist() == pytest.approx(mean, abs=within)
     assert clients.std.flatten().tolist() == pytest.approx(std, abs=within)
+
+
+@pytest.mark.slow
+def test_real_cifar10_in_the_papers_partitions():
+    folder = real("cifar10_test.npz")
+    pairs = load(DataConfig(name="cifar10", dir=folder, partition="pairs", clients=10, split="official", val=0.2), 0)
+    assert (set(pairs.train.size), set(pairs.val.size), set(pairs.test.size)) == ({4000}, {1000}, {1000})
+    settings = dict(partition="dirichlet", clients=25, min_samples=40, test=0.25, val=0, stratify=False)
+    pooled = load(DataConfig(name="cifar10", dir=folder, normalise="half", **settings), 1)
+    sizes = np.add(pooled.train.size, pooled.test.size)
+    assert sizes.sum() == 60_000
+    assert 40 <= sizes.min() < 1200
+    assert 3000 < sizes.max() < 7000
+    assert np.abs(np.array(pooled.test.size) / sizes - 0.25).max() < 0.02

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+partitions = typer.Typer(help="How a data set becomes clients.", rich_markup_mode=None)
+app.add_typer(partitions, name="partition")
 UsageMistake: Any = typer.BadParameter.__mro__[2]  # click's base of all usage errors, wherever typer has click from
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
@@ -42,10 +45,12 @@ Methods = Annotated[
 _UNKNOWN = {"allow_extra_args": True, "ignore_unknown_options": True}  # --mu belongs to a method: looked up there
 
 
-def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb one option for every field of the configuration and every common hyper-parameter."""
-    fields = {name: (one.type, one.default, one.metadata["meaning"]) for name, (_, one) in flags().items()}
-    fields |= {name: (f.type, f.default, f.meaning) for name, f in catalog.common().items()}
+def _with_settings(verb: Callable[..., None], only_data: bool = False) -> Callable[..., None]:
+    """Give a verb one option for every field of the configuration and every common hyper-parameter, or for the data."""
+    wanted = {name: one for name, (kind, one) in flags().items() if not only_data or kind == "data" or name == "seed"}
+    fields = {name: (one.type, one.default, one.metadata["meaning"]) for name, one in wanted.items()}
+    if not only_data:
+        fields |= {name: (f.type, f.default, f.meaning) for name, f in catalog.common().items()}
 
     def wrapper(**given: Any) -> None:
         settings = {name: given.pop(name) for name in fields}
@@ -241,6 +246,51 @@ def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
     talk.print(f"\nreport   {folder / 'compare.md'}")
     if json_wanted:
         _print_json(result)
+
+
+@partitions.callback(invoke_without_command=True)
+def _partitions(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        sys.stdout.write(context.get_help() + "\n")
+
+
+@partitions.command()
+@partial(_with_settings, only_data=True)
+def show(
+    config: ConfigFile = None,
+    sets: Sets = None,
+    out: Annotated[Path | None, typer.Option(help="Write this PNG; an SVG and a CSV beside it.")] = None,
+    json: Json = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Share a data set out and show who got what: sizes, labels, how uneven the clients are."""
+    made = _configure(None, config, sets, settings)
+    if out is not None and out.suffix.lower() != ".png":
+        raise Problem(f"--out must end in .png, not '{out}'")
+    if out is not None and not out.parent.is_dir():
+        raise Problem(f"--out: there is no folder '{out.parent}'")
+    from perfed import files
+    from perfed.experiment import load_clients
+    from perfed.report import partition as report
+    from perfed.report.tables import rich_table
+
+    clients, console = load_clients(made.data, made.run.seed), _console(json)
+    console.print(report.heading(clients, made.data), markup=False)
+    console.print()
+    console.print(rich_table(*report.lines(clients)), soft_wrap=False)
+    console.print()
+    for line in report.summary(clients):
+        console.print(line, markup=False)
+    written = []
+    if out is not None:
+        contents = report.pictures(clients, made.data) | {"csv": report.counts_csv(clients)}
+        for kind, content in contents.items():
+            written.append(str(out.with_suffix(f".{kind}") if kind != "png" else out))
+            files.write(Path(written[-1]), content)
+        console.print(f"\nwritten  {'  '.join(written)}", markup=False)
+    if json:
+        _print_json(report.as_dict(clients) | {"data": made.data.name, "files": written})
 
 
 @app.command(name="list")
@@ -447,7 +497,8 @@ def main() -> None:
 
 
 def _verbs() -> list[str]:
-    return [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
+    every = [*app.registered_commands, *app.registered_groups, *partitions.registered_commands]
+    return [str(one.name or getattr(one.callback, "__name__", "")) for one in every]
 
 
 def _complain(text: str) -> int:

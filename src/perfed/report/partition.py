@@ -1,0 +1,238 @@
+"""How a data set was shared out: a table for the terminal, a picture, and label counts as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.markup import escape
+
+from perfed.config import DataConfig
+from perfed.core.clients import SPLITS, Clients
+from perfed.report.tables import _cell
+
+STEPS = "▁▂▃▄▅▆▇█"
+WIDEST = 50  # characters of a client's bar: more classes than that are joined
+FEW_CLIENTS, FEW_CLASSES = 60, 24  # with more of either, bubbles would touch: a heat map instead
+INK, MUTED = "#1c2b36", "#6b7a86"
+PARTS = {"train": "#1f6f8b", "val": "#7fb6c4", "test": "#f2a65a"}
+SHADES = LinearSegmentedColormap.from_list("share", ("#b9dde0", "#1f6f8b", "#101f3c"))
+GROUPS = ("#8e6bbf", "#e2b53e", "#4c9f70", "#d1495b", "#3d6cb9", "#b0803c", "#7a8b99", "#c970a8")
+
+
+def label_counts(clients: Clients, split: str) -> np.ndarray:
+    """Samples of each label, [clients, classes]."""
+    part = clients.split(split)
+    pieces = part.y.cpu().split(list(part.size))
+    return np.stack([np.bincount(y.numpy(), minlength=clients.classes) for y in pieces])
+
+
+def heading(clients: Clients, data: DataConfig) -> str:
+    """What was shared out, and how."""
+    about = _about(clients)
+    plain = lambda v: str(v).lower() if isinstance(v, bool) else f"{v:g}"
+    settings = [f"{key.replace('_', ' ')} {plain(value)}" for key, value in about["settings"].items()]
+    skews = [f"rotate {data.rotate}"] if "rotate" in about["skews"] else []
+    skews += [f"noise up to {data.noise:g}"] if "noise" in about["skews"] else []
+    if "relabel" in about["skews"]:
+        skews.append(f"{data.relabel:.0%} relabelled by {data.relabel_by} in {data.relabel_groups} groups")
+    whole = [f"{data.name}, {len(clients)} clients, {about['scheme']}", *settings, *skews]
+    return ", ".join([*whole, "official test set"] if data.split == "official" else whole)
+
+
+def summary(clients: Clients) -> list[str]:
+    """The measures over all clients, in words."""
+    m = _about(clients)["measures"]
+    return [
+        f"labels   mean EMD {m['emd']:.3f}, total variation {m['total_variation']:.3f}, "
+        f"1-Wasserstein between clients {m['wasserstein']:.3f}",
+        f"sizes    {m['smallest']} to {m['largest']} (max/min {m['max_over_min']:.1f}), Gini {m['gini']:.3f}",
+    ]
+
+
+def bar(counts: np.ndarray) -> str:
+    """A client's labels as one line of little bars, a dot where it has none.
+
+    >>> bar(np.array([0, 1, 8, 4]))
+    '·▁█▄'
+    """
+    if len(counts) > WIDEST:
+        counts = np.array([piece.sum() for piece in np.array_split(counts, WIDEST)])
+    top = max(int(counts.max()), 1)
+    return "".join(STEPS[-(-int(n) * len(STEPS) // top) - 1] if n else "·" for n in counts)
+
+
+def lines(clients: Clients) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows of the table."""
+    about, train = _about(clients), label_counts(clients, "train")
+    skews, m = about["skews"], about["measures"]
+    extra: dict[str, list[str]] = {}
+    if "rotate" in skews:
+        extra["turned"] = [f"{degrees}°" for degrees in skews["rotate"]]
+    if "noise" in skews:
+        extra["noise"] = [f"{level:.3f}" for level in skews["noise"]]
+    if "relabel" in skews:
+        extra["relabel group"] = [str(group) for group in skews["relabel"]["groups"]]
+    rows = []
+    for id, name in enumerate(clients.names):
+        sizes = [str(clients.split(split).size[id]) for split in SPLITS]
+        tail = [values[id] for values in extra.values()]
+        rows.append(
+            (escape(name), *sizes, str(m["classes"][id]), bar(train[id]), f"{m['emd_per_client'][id]:.3f}", *tail)
+        )
+    return ("client", *SPLITS, "classes", "training labels", "EMD", *extra), rows
+
+
+def as_dict(clients: Clients) -> dict[str, Any]:
+    """Everything in plain values."""
+    tables = {split: label_counts(clients, split) for split in SPLITS}
+    found = [
+        {"name": name, "labels": {split: counts[id].tolist() for split, counts in tables.items()}}
+        for id, name in enumerate(clients.names)
+    ]
+    return {"classes": _labels(clients), "clients": found, **_about(clients)}
+
+
+def counts_csv(clients: Clients) -> str:
+    """Samples of each label, one line per client and part."""
+    out = io.StringIO()
+    write = csv.writer(out)
+    write.writerow(["client", "part", *(_cell(name) for name in _labels(clients))])
+    tables = {split: label_counts(clients, split) for split in SPLITS}
+    for id, name in enumerate(clients.names):
+        for split, counts in tables.items():
+            write.writerow([_cell(name), split, *counts[id].tolist()])
+    return out.getvalue()
+
+
+def pictures(clients: Clients, data: DataConfig) -> dict[str, bytes]:
+    """The picture as PNG and SVG: sizes above, labels below, one column per client."""
+    figure = _draw(clients, data)
+    out = {}
+    with mpl.rc_context({"svg.hashsalt": "perfed", "svg.fonttype": "none"}):
+        for kind in ("png", "svg"):
+            file = io.BytesIO()
+            figure.savefig(file, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+            out[kind] = file.getvalue()
+    return out
+
+
+def _draw(clients: Clients, data: DataConfig) -> Figure:
+    about, train = _about(clients), label_counts(clients, "train")
+    strips = _strips(about["skews"])
+    n, classes = train.shape
+    width = float(np.clip(2.6 + 0.34 * n, 6.5, 15))
+    tall = float(np.clip(0.34 * classes, 2.4, 8))
+    heights = [1.5, tall, 0.9, *[0.22] * len(strips)]
+    figure = Figure(figsize=(width, sum(heights) + 1.6 + 0.3 * len(strips)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    _sizes(axes[0], clients)
+    _mixes(figure, axes[1], train, _labels(clients))
+    _distances(axes[2], about["measures"])
+    for axis, (title, groups, names) in zip(axes[3:], strips, strict=True):
+        _strip(axis, title, groups, names)
+    for axis in axes:
+        axis.tick_params(colors=INK, length=0, labelsize=8)
+        axis.spines[:].set_visible(False)
+        axis.set_xlim(-0.7, n - 0.3)
+    _names(axes[-1], clients.names)
+    figure.suptitle(heading(clients, data), fontsize=11, color=INK, wrap=True)
+    return figure
+
+
+def _sizes(axis: Axes, clients: Clients) -> None:
+    at, base = np.arange(len(clients)), np.zeros(len(clients))
+    for split, colour in PARTS.items():
+        size = np.array(clients.split(split).size)
+        axis.bar(at, size, bottom=base, width=0.8, color=colour, label=split)
+        base += size
+    axis.set_ylabel("samples", color=INK, fontsize=9)
+    axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    axis.grid(axis="y", alpha=0.25)
+    axis.set_axisbelow(True)
+    axis.legend(ncols=3, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.98), borderaxespad=0)
+
+
+def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> None:
+    """Bubbles whose area is the number of samples, or a heat map where there are too many."""
+    n, classes = train.shape
+    share = train / np.maximum(train.sum(axis=1, keepdims=True), 1)
+    shown = {"cmap": SHADES, "vmin": 0, "vmax": max(float(share.max()), 1e-9)}
+    if n <= FEW_CLIENTS and classes <= FEW_CLASSES:
+        at, label = np.nonzero(train)
+        area = 360 * train[at, label] / train.max()  # in square points: the largest just fills its place
+        drawn = axis.scatter(at, label, s=area + 3, c=share[at, label], linewidths=0, **shown)
+        axis.set_ylim(classes - 0.4, -0.6)
+        axis.grid(alpha=0.18)
+        axis.set_axisbelow(True)
+    else:
+        empty = np.ma.masked_equal(share.T, 0)
+        drawn = axis.imshow(empty, aspect="auto", interpolation="nearest", **shown)
+    step = max(1, -(-classes // 25))
+    axis.set_yticks(range(0, classes, step), labels[::step])
+    axis.set_ylabel("label", color=INK, fontsize=9)
+    side = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=30, fraction=0.03)
+    side.set_label("share of the client's training samples", fontsize=8, color=MUTED)
+    side.ax.tick_params(labelsize=7, colors=MUTED)
+    side.outline.set_visible(False)
+
+
+def _distances(axis: Axes, m: dict[str, Any]) -> None:
+    axis.bar(range(len(m["emd_per_client"])), m["emd_per_client"], width=0.8, color=MUTED)
+    axis.axhline(m["emd"], color=INK, linewidth=0.8, linestyle="--")
+    axis.set_ylim(0, 2)
+    axis.set_yticks([0, 1, 2])
+    axis.set_ylabel("EMD", color=INK, fontsize=9)
+    words = f"mean EMD {m['emd']:.2f}    Gini of sizes {m['gini']:.2f}    max/min {m['max_over_min']:.1f}"
+    axis.set_title(words, fontsize=8, color=MUTED, loc="left", pad=3)
+
+
+def _strips(skews: dict[str, Any]) -> list[tuple[str, list[int], list[str]]]:
+    """Lines of coloured squares: title, colour number of each client, what each colour is called."""
+    out = []
+    if "rotate" in skews:
+        angles = sorted(set(skews["rotate"]))
+        out.append(("turned", [angles.index(a) for a in skews["rotate"]], [f"{a}°" for a in angles]))
+    if "relabel" in skews:
+        groups = skews["relabel"]["groups"]
+        out.append(("relabel", groups, [f"group {g}" for g in range(len(skews["relabel"]["maps"]))]))
+    return out
+
+
+def _strip(axis: Axes, title: str, groups: list[int], names: list[str]) -> None:
+    for number, name in enumerate(names):
+        at = [i for i, group in enumerate(groups) if group == number]
+        axis.bar(at, [1] * len(at), width=0.8, color=GROUPS[number % len(GROUPS)], label=name)
+    axis.set_yticks([])
+    axis.set_ylabel(title, color=INK, fontsize=9, rotation=0, ha="right", va="center")
+    axis.legend(
+        ncols=len(names), frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.9), borderaxespad=0
+    )
+
+
+def _names(axis: Axes, names: tuple[str, ...]) -> None:
+    step = max(1, -(-len(names) // 40))
+    short = [name.removeprefix("client_") for name in names]
+    short = [name if len(name) <= 14 else f"{name[:13]}…" for name in short]
+    long = max(map(len, short)) > 3
+    axis.set_xticks(range(0, len(names), step), short[::step], rotation=90 if long else 0)
+    axis.set_xlabel("client", color=INK, fontsize=9)
+
+
+def _labels(clients: Clients) -> list[str]:
+    return list(clients.labels) if clients.labels else [str(c) for c in range(clients.classes)]
+
+
+def _about(clients: Clients) -> dict[str, Any]:
+    if clients.partition is None:
+        raise ValueError("these clients were not made by perfed.datasets.load")
+    return clients.partition
