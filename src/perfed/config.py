@@ -52,6 +52,7 @@ class DataConfig:
     label_column: str = hyper("label", "column that holds the label, in CSV files")
     synthetic_a: float = hyper(0.5, "Synthetic(a, b): how much the clients' true models differ", at_least=0)
     synthetic_b: float = hyper(0.5, "Synthetic(a, b): how much the clients' inputs differ", at_least=0)
+    synthetic_samples: int = hyper(0, "'synthetic': samples of every client (0: log-normal sizes from 250)", at_least=0)
 
     def __post_init__(self) -> None:
         checked(self, "data")

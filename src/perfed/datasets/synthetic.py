@@ -19,12 +19,14 @@ _SYNTHETIC = 3  # the random stream of this purpose
 
 
 def load(config: DataConfig, seed: int) -> Pool:
-    """As many natural clients as `config.clients`, of (int(logN(4, 2)) + 50) * 5 samples, at most LARGEST."""
+    """`config.clients` natural clients of (int(logN(4, 2)) + 50) * 5 samples, at most LARGEST, or all of one size."""
     n = config.clients
     if n == 0:
         raise Problem("data.clients must be at least 1 for 'synthetic', which makes as many clients as you ask for")
     rng = np.random.default_rng([seed, _SYNTHETIC])
     sizes = np.minimum((rng.lognormal(4, 2, n).astype(np.int64) + 50) * 5, LARGEST)
+    if config.synthetic_samples:
+        sizes = np.full(n, config.synthetic_samples)
     u, shift = rng.normal(0, config.synthetic_a, n), rng.normal(0, config.synthetic_b, n)
     spread = np.arange(1, FEATURES + 1) ** -0.6  # standard deviations
     xs, ys = [], []
