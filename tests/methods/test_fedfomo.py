@@ -1,6 +1,7 @@
 """FedFomo: others' models, weighted by what they are worth on validation data."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from reference import (
     NEVER,
     ROUNDS,
     World,
+    average,
     check_kept,
     check_no_alias,
     close,
@@ -28,9 +30,11 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Vectorised
-from perfed.methods.fedfomo import FedFomo
+from perfed.methods import fedfomo
+from perfed.methods.fedavg import FedAvg
 from perfed.methods.local import Local
 
+FedFomo = partial(fedfomo.FedFomo, warmup=0)  # most tests are about the rounds after it
 N = 5
 LONG = (*ROUNDS, (0, 1, 3), (1, 2, 4))
 
@@ -43,13 +47,16 @@ def blend(world, base, nets, shares):
     return out
 
 
-def reference(world, chosen, base="trained", rounds=LONG, split="val"):
+def reference(world, chosen, base="trained", rounds=LONG, split="val", warmup=0):
     """Who is downloaded is given: round -> client -> list."""
-    nets, bases = [world.net() for _ in range(N)], [world.net() for _ in range(N)]
+    nets, bases, shared = [world.net() for _ in range(N)], [world.net() for _ in range(N)], world.net()
     P = torch.zeros(N, N, dtype=torch.float64)
     for round, cohort in enumerate(rounds, 1):
         new = {}
         for i in cohort:
+            if round <= warmup:
+                new[i] = (world.train(shared, world.batches(i, round)), shared)
+                continue
             ids = [i, *chosen[round][i]]
             worth = []
             for j in ids:
@@ -65,6 +72,8 @@ def reference(world, chosen, base="trained", rounds=LONG, split="val"):
         for i, (net, start) in new.items():
             bases[i] = nets[i] if base == "trained" else start
             nets[i] = net
+        if round <= warmup:
+            shared = average([nets[i] for i in cohort], [world.count(i) for i in cohort])
     return nets, bases, P
 
 
@@ -95,6 +104,56 @@ def test_equals_the_reference(build, base, clients):
         close(fed.state(i)["base"], flat(bases[i]))
         close(fed.server["models"][i], flat(nets[i]))
     assert differs(personal(fed), personal(world.run(Local, LONG)))
+
+
+@pytest.mark.parametrize("base", ["trained", "begun"])
+@pytest.mark.parametrize("build", [plain_net, norm_net])
+def test_after_a_warmup_equals_the_reference(build, base, clients):
+    world = World(build, clients)
+    fed = world.federation(FedFomo, base=base, downloads=2, warmup=2)
+    nets, bases, P = reference(world, play(fed), base, warmup=2)
+    same(fed.server["preference"], P)
+    assert P.count_nonzero() > 4
+    for i in range(N):
+        close(fed.state(i)["w"], flat(nets[i]))
+        close(fed.state(i)["base"], flat(bases[i]))
+
+
+def test_the_first_rounds_are_fedavg(clients):
+    world = World(norm_net, clients, momentum=0.9)
+    fed, avg = world.run(FedFomo, warmup=3), world.run(FedAvg)
+    same(fed.server["w"], avg.server)
+    assert not fed.server["preference"].any()
+    last = fed.server["w"].clone()
+    size = len(flat(world.net()))
+    assert per_client(fed) == (size, size + 1)  # a model each way, and the number of samples
+    fed.step((0, 1, 2))
+    assert torch.equal(fed.server["w"], last)
+    assert differs(fed.state(0)["w"], avg.server)
+
+
+def test_epsilon_decays_from_the_end_of_the_warmup(clients):
+    world = World(plain_net, clients)
+    server = world.federation(FedFomo).server
+    liked = torch.rand(N, N, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    server = server | {"seen": torch.ones(N, dtype=torch.bool), "preference": liked}
+    late = world.federation(FedFomo, warmup=5, downloads=2, epsilon=1, decay=0.125).method
+    found = []
+    for round in range(5, 13):
+        now = server | {"round": torch.tensor(round)}
+        for epsilon in (1 - 0.125 * (round - 5), max(1 - 0.125 * round, 0)):
+            fixed = world.federation(FedFomo, downloads=2, epsilon=epsilon, decay=0).method
+            found.append(torch.equal(late.choose(now, torch.arange(N)), fixed.choose(now, torch.arange(N))))
+    assert all(found[::2])
+    assert not all(found[1::2])  # with its own clock it would explore less
+
+
+def test_a_client_that_comes_later_is_refused_at_any_time(clients):
+    fed = World(plain_net, clients).federation(FedFomo, warmup=2)
+    for cohort in ROUNDS:
+        with pytest.raises(Problem, match="nothing to send to a new one"):
+            fed.method.newcomer(fed.server)
+        fed.step(cohort)
 
 
 def test_without_any_validation_samples_training_data_decide(clients):

@@ -8,7 +8,8 @@ client's own trained model is always among the candidates (it costs no download)
 is the model trained a round before that (paper), or the one the last training began with (the published command, whose
 distances are L1). Losses are on validation data, on training data where a client has none. Preferences add the signed
 weights divided by the sum of their sizes. Models that were never uploaded come last. Clients see others' models.
-Where no two clients have alike data it ends near Local, here as in the comparisons of the pFedMB and PGFed papers.
+The first `warmup` rounds are FedAvg's, as the authors' code offers (--fedavg_rounds): from a random start, where no two
+clients have alike data, it ends near Local, here as in the comparisons of the pFedMB and PGFed papers.
 """
 
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class FedFomo(Method):
     epsilon: float = hyper(0.3, "chance that a download is random, not the most preferred", at_least=0, at_most=1)
     decay: float = hyper(0.05, "what epsilon loses per round", at_least=0, at_most=1)
     base: Literal["trained", "begun"] = hyper("trained", "base: last but one trained model, or where it began")
+    warmup: int = hyper(10, "rounds of FedAvg before the others; 0 starts from scratch", at_least=0)
 
     evaluates = "own"
     category = "personalised models: interpolation"
@@ -36,7 +38,7 @@ class FedFomo(Method):
     def init_server(self, clients):
         w, none = self.model.init(self.seed), torch.zeros(clients, dtype=torch.bool, device=self.model.device)
         table = {"models": w.repeat(clients, 1), "seen": none, "preference": w.new_zeros(clients, clients)}
-        return {**table, "round": torch.zeros((), dtype=torch.int64, device=w.device)}
+        return {**table, "w": w, "round": torch.zeros((), dtype=torch.int64, device=w.device)}
 
     def init_client(self):
         w = self.model.init(self.seed)
@@ -46,7 +48,8 @@ class FedFomo(Method):
         """Whose models the clients `ids` download, [m, M]: epsilon-greedy, ties at random."""
         N, M, unseen = len(server["seen"]), min(self.downloads, len(server["seen"]) - 1), ~server["seen"]
         draw = uniform(derive(self.seed, 16, server["round"]), (N, N + M), torch.float64)[ids]
-        explore = (draw[:, N:] < self.epsilon - self.decay * server["round"]).sum(1, keepdim=True)  # how many of M
+        epsilon = self.epsilon - self.decay * (server["round"] - self.warmup)
+        explore = (draw[:, N:] < epsilon).sum(1, keepdim=True)  # how many of M
         itself = torch.arange(N, device=ids.device) == ids[:, None]
         luck = (draw[:, :N] - unseen.to(draw.dtype)).masked_fill(itself, -torch.inf)
         liked = server["preference"][ids].masked_fill(unseen, -1e9).masked_fill(itself, -torch.inf)
@@ -56,15 +59,27 @@ class FedFomo(Method):
         return score.argsort(dim=1, descending=True, stable=True)[:, :M]
 
     def broadcast(self, server, ids):
+        if int(server["round"]) < self.warmup:
+            return Down(shared={"fedavg": server["w"]})
         return Down(own=server["models"][self.choose(server, ids)])
 
     def show(self, server, ids):
         return Down()
 
+    def newcomer(self, server):  # refused at any time: what a client has comes from its own rounds
+        return Method.newcomer(self, {**server, "round": server["round"] + self.warmup})
+
     def losses(self, batch, models):
         return vmap(lambda w: self.model.loss(w, batch)[0])(models)
 
+    def after(self, client, begun, trained):
+        return {"w": trained, "base": client["w"] if self.base == "trained" else begun}
+
     def local(self, client, down, data):
+        if "fedavg" in down.shared:
+            w = down.shared["fedavg"]
+            trained = self.descend(w, data)
+            return self.after(client, w, trained), Up(own=(trained, data.size))
         base = client["base"]
         models = torch.cat([torch.stack([base, client["w"]]), down.own])
         val, train = data.mean(self.losses, models, split="val"), data.mean(self.losses, models)
@@ -76,15 +91,18 @@ class FedFomo(Method):
         w = base + (good / good.sum().where(good.sum() > 0, 1.0)) @ change
         trained = self.descend(w, data)
         signed = weight[1:] / weight.abs().sum().where(weight.any(), 1.0)
-        return {"w": trained, "base": client["w"] if self.base == "trained" else w}, Up(own=(trained, signed))
+        return self.after(client, w, trained), Up(own=(trained, signed))
 
     def aggregate(self, server, cohort):
-        trained, signed = cohort.own
-        chosen, preference = self.choose(server, cohort.ids), server["preference"].clone()
-        preference[cohort.ids[:, None], chosen] += signed
+        trained, said = cohort.own
+        w, preference = server["w"], server["preference"].clone()
+        if int(server["round"]) < self.warmup:
+            w = (said.double() / said.sum().clamp_min(1) @ trained.double()).to(w.dtype)
+        else:
+            preference[cohort.ids[:, None], self.choose(server, cohort.ids)] += said
         models = server["models"].index_copy(0, cohort.ids, trained)
         seen = server["seen"].index_fill(0, cohort.ids, True)
-        return {"models": models, "seen": seen, "preference": preference, "round": server["round"] + 1}
+        return {"models": models, "seen": seen, "preference": preference, "w": w, "round": server["round"] + 1}
 
     def personalise(self, client, down, data):
         return client["w"]
