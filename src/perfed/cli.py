@@ -187,12 +187,13 @@ def run(
 def _heading(console: Console, folder: Path, experiment: Any) -> None:
     config, clients = experiment.config, experiment.clients
     held = [len(set(y.tolist())) for y in clients.train.y.cpu().split(list(clients.train.size))]
-    alpha = f" {config.data.alpha:g}" if config.data.partition == "dirichlet" else ""
+    how = config.data.partition + (f" {config.data.alpha:g}" if config.data.partition == "dirichlet" else "")
+    how = " + ".join([how, *clients.partition["skews"]])
     sizes = clients.train.size
     where = f"{experiment.engine} on {experiment.device}"
     console.print(f"perfed {__version__}  {folder}  seed {config.run.seed}  {where}")
     console.print(
-        f"data     {config.data.name}  {len(clients)} clients  {config.data.partition}{alpha}  "
+        f"data     {config.data.name}  {len(clients)} clients  {how}  "
         f"classes per client {min(held)}-{max(held)}  training samples {min(sizes)}-{max(sizes)}"
     )
 

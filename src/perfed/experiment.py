@@ -4,7 +4,7 @@ A run folder explains itself:
 
     config.toml          every setting, resolved
     env.json             versions, machine, engine
-    clients.json         who the clients are: names, folders, sizes; what a sample looks like
+    clients.json         who the clients are: names, sizes, how they came about; what a sample looks like
     files/               copies of the user's own method and model files
     <method>/            one folder per method
         metrics.jsonl    scores, one line per round and client
