@@ -62,7 +62,10 @@ def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
     module = importlib.import_module(f"perfed.partition.{name}")
     if name == "natural":
         return module.rows(pool, config, rng)
-    parts = [np.arange(len(pool.y))] if pool.part is None else [np.flatnonzero(pool.part == code) for code in range(3)]
+    from perfed.datasets.pool import TEST, TRAIN, VAL  # here, because data sets import partitions
+
+    codes = (TRAIN, VAL, TEST)
+    parts = [np.arange(len(pool.y))] if pool.part is None else [np.flatnonzero(pool.part == code) for code in codes]
     if config.clients == 0:
         raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
     if config.clients > len(parts[0]):
