@@ -69,6 +69,26 @@ def small(tmp_path_factory):
     return perfed.run("fedavg", "ditto", lr=0.2, out=tmp_path_factory.mktemp("small") / "run", **TINY)
 
 
+def test_traffic_between_servers_is_shown(tmp_path):
+    """Two teams, two rounds: a model each way in each of them; a method without such traffic has no line."""
+    words = [*WORDS, "--no-baseline"]
+    code, out, _ = call("run", "fedavg", "pfedmt", *words, "--out", tmp_path / "run")
+    assert code == 0
+    run = perfed.load(tmp_path / "run")
+    bytes_of = {one["method"]: one["bytes"] for one in run.summary()}
+    sent = 2 * 2 * 4 * sum(p.numel() for p in run.network().parameters())
+    assert bytes_of["pfedmt"]["extra"] == {"cloud_down": sent, "cloud_up": sent}
+    line = f"pFedMT between servers, in neither down nor up: cloud down {sent / 1000:.1f} kB, cloud up"
+    for text in (out, (run.path / "report" / "summary.md").read_text()):
+        assert text.count("between servers") == text.count(line) == 1
+    code, out, _ = call("compare", "pfedmt", *words, "--out", tmp_path / "one", "--seeds", 1)
+    assert code == 0
+    for text in (out, (tmp_path / "one" / "compare.md").read_text()):
+        assert text.count(line) == 1
+    (method,) = json.loads((tmp_path / "one" / "result.json").read_text())["methods"]
+    assert method["bytes"]["extra"] == bytes_of["pfedmt"]["extra"]
+
+
 # ---------------------------------------------------------------------- from Python
 
 

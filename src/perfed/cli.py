@@ -143,11 +143,13 @@ def _interruptible(resume: Callable[[], Path | None]) -> Iterator[None]:
 
 def _ending(console: Console, run: Any, json_wanted: bool) -> None:
     """The table, and where to find things."""
-    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, rich_table
+    from perfed.report.tables import HEADINGS, ON_TERMINAL, between_servers, lines, rich_table
 
     one = run.clients()[0]
     console.print()
     console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
+    for line in between_servers(run.summary()):
+        console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\nreport   {run.path / 'report'}")
     console.print(
         f"models   {one.path.parent.parent}/<client>/model.safetensors   ({len(run.about['clients'])} clients)"
@@ -238,12 +240,14 @@ def compare(
 
 def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
     from perfed.compare import HEADINGS, carry_out, lines
-    from perfed.report.tables import rich_table
+    from perfed.report.tables import between_servers, rich_table
 
     result = carry_out(folder, console)
     talk = _console(json_wanted)
     talk.print()
     talk.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
+    for line in between_servers(result["methods"]):
+        talk.print(line, highlight=False, soft_wrap=True)
     talk.print(f"\nreport   {folder / 'compare.md'}")
     if json_wanted:
         _print_json(result)

@@ -16,7 +16,7 @@ from perfed import files
 from perfed.config import Config, from_dict, new_folder, read_toml, to_toml
 from perfed.experiment import BASELINE
 from perfed.models import is_path
-from perfed.report.tables import markdown, signed, size
+from perfed.report.tables import between_servers, markdown, signed, size
 from perfed.results import Run, compare
 
 PLAN = "compare.json"
@@ -70,9 +70,9 @@ def carry_out(folder: Path, console: Console) -> dict[str, Any]:
             runs.append(api.start(seeded, place, console))
     result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
     files.write_json(folder / "result.json", result)
-    files.write(
-        folder / "compare.md", f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
-    )
+    text = f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
+    text += "".join(f"\n{line}.\n" for line in between_servers(result["methods"]))
+    files.write(folder / "compare.md", text)
     return result
 
 
@@ -93,7 +93,10 @@ def _one(runs: list[Run], method: str) -> dict[str, Any]:
     if method != BASELINE and BASELINE in runs[0].entries:
         pooled = [np.concatenate([run.accuracies(name) for run in runs]) for name in (method, BASELINE)]
         gain = compare(*pooled)
-    sent = {way: int(np.mean([one["bytes"][way] for one in each])) for way in ("down", "up")}
+    mean = lambda values: int(np.mean(list(values)))
+    sent: dict[str, Any] = {way: mean(one["bytes"][way] for one in each) for way in ("down", "up")}
+    extra = [one["bytes"]["extra"] for one in each]
+    sent["extra"] = {name: mean(one[name] for one in extra) for name in extra[0]}
     seconds = round(sum(one["seconds"] for one in each), 3)
     about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
     return {**about, "seconds": seconds, "runs": [one["run"] for one in each]}

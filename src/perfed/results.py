@@ -163,6 +163,7 @@ class Run:
             "bytes": {
                 "down": sent["down_shared"] + sent["down_own"],
                 "up": sent["up_mean"] + sent["up_own"],
+                "extra": sent.get("extra", {}),
                 "by_compartment": sent,
             },
             "seconds": round(self.seconds(name), 3),

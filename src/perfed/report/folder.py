@@ -6,7 +6,7 @@ from pathlib import Path
 
 from perfed import files
 from perfed.report.picture import picture
-from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown
+from perfed.report.tables import HEADINGS, between_servers, card, clients_csv, lines, markdown
 from perfed.results import Run
 
 
@@ -21,7 +21,8 @@ def write_report(run: Run) -> Path:
         f"seed {config.seed}.\nAccuracy: last round, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
-    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + "\n![accuracy](accuracy.png)\n")
+    sent = "".join(f"\n{line}.\n" for line in between_servers(run.summary()))
+    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + sent + "\n![accuracy](accuracy.png)\n")
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))
     for summary in run.summary():

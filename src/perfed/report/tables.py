@@ -53,6 +53,13 @@ def lines(run: Run) -> list[tuple[str, ...]]:
     return out
 
 
+def between_servers(methods: list[dict[str, Any]]) -> list[str]:
+    """What no client sent or received, one line for each method that has such traffic."""
+    said = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
+    found = [(one["title"], one["bytes"]["extra"]) for one in methods if one["bytes"]["extra"]]
+    return [f"{title} between servers, in neither down nor up: {said(extra)}" for title, extra in found]
+
+
 def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: int | None = None) -> Table:
     """A table for the terminal; long headings take two lines."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
