@@ -19,6 +19,7 @@ from reference import (
     same,
 )
 
+from perfed.core.random import PERSONALISE
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.fedper import FedPer
 from perfed.methods.fedrep import HEAD, FedRep
@@ -55,6 +56,20 @@ def test_equals_the_reference(build, head, momentum, clients):
     for i, theta in enumerate(personal(fed)):
         same(fed.state(i), flat(own[i], part_of(head)))
         close(theta, flat(assemble(shared, own[i], part_of(head))))  # the LATEST body, for everyone
+
+
+@pytest.mark.parametrize(("build", "head"), CASES)
+def test_last_epochs_train_the_head_for_an_evaluation_alone(build, head, clients):
+    world = World(build, clients, momentum=0.9)
+    fed = world.run(FedRep, head_epochs=1, final_head_epochs=3)
+    shared, own = reference(world, head, 1)
+    for _ in range(2):  # an evaluation leaves nothing behind
+        for i, theta in enumerate(personal(fed)):
+            batches = world.batches(i, len(ROUNDS), epochs=3, purpose=(PERSONALISE,), stream=HEAD)
+            net = assemble(shared, own[i], part_of(head))
+            close(theta, flat(train_part(world, net, batches, part_of(head))))
+            same(fed.state(i), flat(own[i], part_of(head)))
+            assert differs(theta, fed.method.join(fed.state(i), fed.server))
 
 
 def test_the_head_comes_first(clients):

@@ -5,8 +5,9 @@ Collins, Hassani, Mokhtari, Shakkottai: Exploiting Shared Representations for Pe
 
 The head takes `head_epochs` (tau_h) on the received body, then the body takes `epochs` under the new, fixed head (the
 paper: a single update). A frozen part gets no gradient, momentum, decay or statistics. Bodies are averaged with sample
-counts (the paper and the authors' code: uniformly). The authors' extra last round, in which all heads are trained
-before the final evaluation, is left out: the numbers would not compare with other methods'.
+counts (the paper and the authors' code: uniformly). The authors' code trains all heads once more before the final
+evaluation (10 epochs or more): `final_head_epochs`, by default none, or the numbers would not compare with other
+methods'. These epochs are for the evaluation alone: a client keeps the head of its last round.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ HEAD = 1  # stream of the head's batches; the body's are those of the other meth
 @dataclass(frozen=True)
 class FedRep(Method):
     head_epochs: int = hyper(10, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0)
+    final_head_epochs: int = hyper(0, "epochs of the head alone before a model is evaluated", at_least=0)
 
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"
@@ -43,4 +45,7 @@ class FedRep(Method):
         return server + cohort.mean
 
     def personalise(self, client, down, data):
-        return self.join(client, down.shared)
+        w = self.join(client, down.shared)
+        if not self.final_head_epochs:
+            return w
+        return self.descend(w, data, only="head", epochs=self.final_head_epochs, stream=HEAD)
