@@ -592,6 +592,17 @@ def test_show_many_clients_and_classes(show):
     assert (code, err) == (0, "")
 
 
+def test_names_are_not_read_as_formulas(show, tmp_path):
+    lines = [
+        f"{client},{label},{i}" for client in ("$x^{$", "[red]", "=1+1") for i, label in enumerate(["$a^{$", "b"] * 4)
+    ]
+    (tmp_path / "t.csv").write_text("client,label,u\n" + "\n".join(lines))
+    code, out, err = show("show", "--data", "folder", "--data-dir", "t.csv", "--out", "p.png")
+    assert (code, err) == (0, "")
+    assert all(name in out for name in ("$x^{$", "[red]", "=1+1"))
+    assert "'=1+1,train" in (tmp_path / "p.csv").read_text()
+
+
 def test_show_as_json(show):
     code, out, err = show("show", "--partition", "classes", "--seed", "3", "--json")
     assert code == 0

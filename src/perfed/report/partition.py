@@ -178,7 +178,7 @@ def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> 
         empty = np.ma.masked_equal(share.T, 0)
         drawn = axis.imshow(empty, aspect="auto", interpolation="nearest", **shown)
     step = max(1, -(-classes // 25))
-    axis.set_yticks(range(0, classes, step), labels[::step])
+    axis.set_yticks(range(0, classes, step), labels[::step], parse_math=False)
     axis.set_ylabel("label", color=INK, fontsize=9)
     side = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=30, fraction=0.03)
     side.set_label("share of the client's training samples", fontsize=8, color=MUTED)
@@ -224,7 +224,7 @@ def _names(axis: Axes, names: tuple[str, ...]) -> None:
     short = [name.removeprefix("client_") for name in names]
     short = [name if len(name) <= 14 else f"{name[:13]}…" for name in short]
     long = max(map(len, short)) > 3
-    axis.set_xticks(range(0, len(names), step), short[::step], rotation=90 if long else 0)
+    axis.set_xticks(range(0, len(names), step), short[::step], rotation=90 if long else 0, parse_math=False)
     axis.set_xlabel("client", color=INK, fontsize=9)
 
 
