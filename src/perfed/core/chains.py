@@ -6,9 +6,10 @@ maximum of a window before its ReLU (the two commute), so that ReLU sees a quart
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,10 +36,8 @@ class Conv(nn.Module):
         together = batched(self, x)
         if together is not None:
             return together
-        weight = self.weight
-        if _last(x, weight):
-            x, weight = x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
-        x = F.conv2d(x, weight, self.bias, self.stride, self.padding or 0, self.dilation, self.groups)
+        x, weight = layout(x, self.weight)
+        x = F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
         if self.pool == "max":
             x = F.max_pool2d(x, 2)
         if self.relu:
@@ -46,29 +45,58 @@ class Conv(nn.Module):
         return F.avg_pool2d(x, 2) if self.pool == "avg" else x
 
 
-def batched(layer: Conv, x: Tensor) -> Tensor | None:  # noqa: ARG001
-    """What kernels for a whole cohort make of this layer under vmap; None where there are none."""
-    return None
+_FAST = False  # whether a block is being run with kernels of its own
 
 
-def _last(x: Tensor, weight: Tensor) -> bool:
-    """Whether channels last pays: a CPU's float32 kernels; nothing that is batched or compiled as a whole."""
-    return (
+@contextlib.contextmanager
+def fast() -> Iterator[None]:
+    """Inside, layers of a block under vmap use the kernels for a whole cohort where these cover them."""
+    global _FAST
+    before, _FAST = _FAST, True
+    try:
+        yield
+    finally:
+        _FAST = before
+
+
+def covered(*tensors: Tensor) -> bool:
+    """Whether the cohort's kernels may be used for these: a block of float32 numbers, in a fast engine."""
+    return _FAST and tensors[0].dtype == torch.float32 and any(map(is_functorch_wrapped_tensor, tensors))
+
+
+def batched(layer: Conv, x: Tensor) -> Tensor | None:
+    """What kernels for a whole cohort make of this layer under vmap; None where they do not cover it."""
+    high, wide = layer.weight.shape[-2:]
+    stride, padding = layer.stride, layer.padding
+    square = high == wide and stride[0] == stride[1] and padding[0] == padding[1]
+    if not covered(x, layer.weight) or not square or layer.groups != 1 or layer.dilation != (1, 1) or x.dim() != 4:
+        return None
+    from perfed.core import kernels
+
+    pool = {None: kernels.NONE, "max": kernels.MAX, "avg": kernels.AVG}[layer.pool]
+    shape = kernels.Layer(high, stride[0], padding[0], layer.relu, pool)
+    return kernels.conv(x, layer.weight, layer.bias, shape)
+
+
+def layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with channels last where that pays: a CPU's float32 kernels; nothing that is batched or compiled."""
+    pays = (
         x.device.type == "cpu"
         and x.dtype == torch.float32
         and x.dim() == 4
         and not torch.compiler.is_compiling()
         and not (is_functorch_wrapped_tensor(x) or is_functorch_wrapped_tensor(weight))
     )
+    if not pays:
+        return x, weight
+    return x.to(memory_format=torch.channels_last), weight.to(memory_format=torch.channels_last)
 
 
-def _padding(conv: nn.Conv2d) -> tuple[int, ...] | None:
-    """The zeros on each side, or None where they differ."""
+def _padding(conv: nn.Conv2d) -> tuple[int, ...]:
+    """The zeros on each side."""
     if not isinstance(conv.padding, str):
         return conv.padding
-    if conv.padding == "valid":
-        return (0, 0)
-    return tuple(k // 2 for k in conv.kernel_size) if all(k % 2 for k in conv.kernel_size) else None
+    return (0, 0) if conv.padding == "valid" else tuple(k // 2 for k in conv.kernel_size)
 
 
 def _known(module: nn.Module) -> bool:
@@ -77,15 +105,15 @@ def _known(module: nn.Module) -> bool:
         and module.padding_mode == "zeros"
         and module.dilation == (1, 1)
         and module.groups == 1
-        and _padding(module) is not None
-        and not _hooked(module)
+        and (module.padding != "same" or all(k % 2 for k in module.kernel_size))  # else the sides differ
+        and not hooked(module)
     )
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def hooked(module: nn.Module) -> bool:
+    """Whether a call of this module does more than its class says."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 def _torch(module: nn.Module) -> bool:
@@ -102,10 +130,20 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Hooks belong to calls of modules: one that is looked into is no longer called.
-        return module_qualified_name == self.head or _hooked(m) or isinstance(m, Norm | Drop) or self._stock(m)
+        return module_qualified_name == self.head or hooked(m) or isinstance(m, Norm | Drop | Conv) or self._stock(m)
 
     def _stock(self, m: nn.Module) -> bool:
         return super().is_leaf_module(m, "")
+
+
+def trace(net: nn.Module, head: str = "") -> fx.Graph | None:
+    """What the network computes, as a graph of calls; None where its code depends on values."""
+    if hooked(net):
+        return getattr(net, "traced", None)  # where this module has rewritten it
+    try:
+        return _Tracer(head).trace(copy.deepcopy(net))  # a copy: tracing may leave things behind
+    except Exception:  # the network's own code ran with placeholders for tensors: anything can happen
+        return None
 
 
 def rewrite(net: nn.Module, head: str = "") -> nn.Module:
@@ -114,11 +152,8 @@ def rewrite(net: nn.Module, head: str = "") -> nn.Module:
     Calls of the module `head` stay calls of one module. What is not understood stays as it is: single layers, or the
     whole network where its code depends on values.
     """
-    if not any(map(_known, net.modules())) or _hooked(net):
-        return net
-    try:
-        graph = _Tracer(head).trace(copy.deepcopy(net))  # a copy: tracing may leave things behind
-    except Exception:  # the network's own code ran with placeholders for tensors: anything can happen
+    graph = trace(net, head) if any(map(_known, net.modules())) else None
+    if graph is None:
         return net
     modules = dict(net.named_modules(remove_duplicate=False))
     if not all(_stays(node, net) for node in graph.nodes):
@@ -133,6 +168,7 @@ def rewrite(net: nn.Module, head: str = "") -> nn.Module:
                 parent._modules[name] = made[child]
     # The traced code runs on the network itself, so that everything in it keeps its place.
     net.forward = types.MethodType(type(fx.GraphModule(net, graph)).forward, net)
+    net.traced = graph  # pyright: ignore[reportArgumentType]
     return net
 
 
@@ -205,7 +241,7 @@ def _chain(node: fx.Node, modules: dict[str, nn.Module]) -> _Chain:
     chain = _Chain()
     while len(node.users) == 1:
         (after,) = node.users
-        kind = _kind(after, modules)
+        kind = kind_of(after, modules)
         # An average and a ReLU do not commute; a second ReLU or pool is a layer of its own.
         if kind == "relu" and not chain.relu and chain.pool != "avg":
             chain = _Chain(True, chain.pool, (*chain.tail, after))
@@ -250,11 +286,11 @@ def _both(value: Any, wanted: int) -> bool:
     return value == wanted or (isinstance(value, Iterable) and tuple(value) in ((wanted,), (wanted, wanted)))
 
 
-def _kind(node: fx.Node, modules: dict[str, nn.Module]) -> Literal["relu", "max", "avg"] | None:
+def kind_of(node: fx.Node, modules: dict[str, nn.Module]) -> Literal["relu", "max", "avg"] | None:
     """What a node does to its one input."""
     if node.op == "call_module":
         module = modules[str(node.target)]
-        if _hooked(module) or len(node.args) != 1 or node.kwargs:
+        if hooked(module) or len(node.args) != 1 or node.kwargs:
             return None
         if type(module) is nn.ReLU:
             return "relu"

@@ -25,6 +25,16 @@ class Split:
     def start(self) -> tuple[int, ...]:
         return (0, *accumulate(self.size))[:-1]
 
+    @cached_property
+    def sizes(self) -> Tensor:
+        """The sizes where the samples are."""
+        return torch.tensor(self.size, device=self.y.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """First rows, likewise."""
+        return torch.tensor(self.start, device=self.y.device)
+
 
 @dataclass(frozen=True)
 class Clients:
@@ -56,8 +66,8 @@ class Clients:
         """Rows of x as the network wants them."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
-        x = x.to(dtype) / 255
-        return x if self.mean is None or self.std is None else (x - self.mean.to(dtype)) / self.std.to(dtype)
+        x = x.to(dtype).div_(255)  # a copy already, so the rest is done in place
+        return x if self.mean is None or self.std is None else x.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
 
     def to(self, device: torch.device | str) -> Clients:
         """The same data on another device."""

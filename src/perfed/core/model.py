@@ -21,7 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call
 from torch.func import grad as functional_grad
 
-from perfed.core import chains
+from perfed.core import chains, straight
 from perfed.core.errors import Problem
 from perfed.core.layers import Drop, Norm, swap
 
@@ -35,6 +35,15 @@ class Batch(NamedTuple):
     y: Tensor
     weight: Tensor | None  # [samples], 0 for filling; None where every sample counts
     key: Tensor  # randomness of this step, for dropout
+
+
+def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample."""
+    if chains.covered(out):
+        from perfed.core import kernels
+
+        return kernels.cross_entropy(out, y)
+    return F.cross_entropy(out, y, reduction="none")
 
 
 def average(each: Tensor, weight: Tensor | None) -> Tensor:
@@ -118,6 +127,9 @@ class Model:
         self._name_parts(net, head, frozen)
         if rewrite:
             self._nets = {mode: chains.rewrite(net, self.head_name) for mode, net in self._nets.items()}
+        self._straight: dict[str, straight.Straight | None] = {}
+        if rewrite:
+            self._straight = {m: straight.straighten(self._nets[m], self.shapes, self.P) for m in ("eval", "train")}
         self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
         self._seen: list[Tensor] | None = None  # what enters the head, while `features` asks for it
         for net in self._nets.values():
@@ -288,7 +300,7 @@ class Model:
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy of a batch, and theta with fresh statistics."""
         out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
-        return average(F.cross_entropy(out, batch.y, reduction="none"), batch.weight), theta
+        return average(cross_entropy(out, batch.y), batch.weight), theta
 
     def grad(
         self,
@@ -299,9 +311,10 @@ class Model:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(gradient, theta with this batch's statistics, loss); the gradient is 0 at buffers.
 
-        Under vmap the functional gradient, which batches over clients; otherwise plain autograd, which is 1.6 to 2.5
-        times cheaper for small networks on a CPU. `loss(theta, batch, train)` may be given in place of `model.loss`.
+        Under vmap the functional gradient, which batches over clients; otherwise layer by layer (`straight.py`), or
+        plain autograd. `loss(theta, batch, train)` may be given in place of `model.loss`.
         """
+        line = self._straight.get("train" if train else "eval") if loss is None else None
         loss = loss or self.loss
         if torch.compiler.is_compiling() or _wrapped(theta) or _wrapped(batch.x):
 
@@ -310,6 +323,9 @@ class Model:
                 return value, (fresh.detach(), value.detach())
 
             g, (fresh, value) = functional_grad(value_and_rest, has_aux=True)(theta)
+        elif line is not None and line.fits(batch.x):
+            fresh = theta
+            g, value = line.grad(theta, batch.x, batch.y, batch.weight)
         else:
             leaf = theta.detach().requires_grad_()
             with torch.enable_grad():

@@ -13,9 +13,14 @@ def sgd(
 ) -> tuple[Tensor, Tensor]:
     """torch.optim.SGD's step; the velocity starts at 0."""
     if not momentum:
-        return theta - lr * g, velocity
-    velocity = momentum * velocity + g
-    return theta - lr * (g + momentum * velocity if nesterov else velocity), velocity
+        return _down(theta, g, lr), velocity
+    velocity = torch.add(g, velocity, alpha=momentum)
+    return _down(theta, torch.add(g, velocity, alpha=momentum) if nesterov else velocity, lr), velocity
+
+
+def _down(theta: Tensor, direction: Tensor, lr: Any) -> Tensor:
+    # One pass over the numbers instead of two, where the rate is a plain number.
+    return theta - lr * direction if isinstance(lr, Tensor) else torch.sub(theta, direction, alpha=lr)
 
 
 def adam(
