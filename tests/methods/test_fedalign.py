@@ -164,7 +164,7 @@ def test_equals_the_reference(build, slim, momentum, clients):
 
 @pytest.mark.parametrize("build", [conv_net, norm_net, group_net])
 def test_mu_0_without_a_limit_is_fedavg(build, clients):
-    world = World(build, clients, momentum=0.9)
+    world = World(build, clients, momentum=0.9, epochs=1)
     same(world.run(FedAlign, mu=0, clip=0).server, world.run(FedAvg).server)
 
 
@@ -271,10 +271,10 @@ def test_default_block_of_nested_networks():
 
 
 def test_another_block(clients):
-    world = World(group_net, clients)
-    usual, named = world.run(FedAlign), world.run(FedAlign, block="block")
-    same(named.server, usual.server)
-    assert differs(world.run(FedAlign, block="block.shortcut").server, usual.server)
+    world = World(group_net, clients, epochs=1)
+    usual, named, other = (world.run(FedAlign, ROUNDS[:1], module=m).server for m in ("", "block", "block.shortcut"))
+    same(named, usual)
+    assert differs(other, usual)
 
 
 class Odd(nn.Module):
@@ -292,10 +292,10 @@ class Odd(nn.Module):
     ("build", "settings", "said"),
     [
         (plain_net, {}, "needs a network with convolutions"),
-        (conv_net, {"block": "blok"}, "no module 'blok'; did you mean 'block'"),
-        (conv_net, {"block": "head"}, "block 'head' holds a Linear"),
+        (conv_net, {"module": "blok"}, "no module 'blok'; did you mean 'block'"),
+        (conv_net, {"module": "head"}, "block 'head' holds a Linear"),
         (lambda: Net(nn.Conv2d(8, 12, 1, groups=2)), {}, "a Conv2d with groups"),
-        (lambda: Net(Odd(nn.Linear(48, 12))), {"block": "block"}, "block 'block' holds a Linear"),
+        (lambda: Net(Odd(nn.Linear(48, 12))), {"module": "block"}, "block 'block' holds a Linear"),
         (group_net, {"omega": 0.3}, "a width of 0.3 cuts a group of 3 of 12"),
         (conv_net, {"omega": 1.0}, "omega must be below 1"),
     ],

@@ -1,15 +1,16 @@
 """FedAlign: the last block learns to have the Lipschitz constant at a quarter of its width that it has at full width.
 
 Mendieta, Yang, Wang, Lee, Ding, Chen: Local Learning Matters: Rethinking Data Heterogeneity in Federated Learning.
-CVPR 2022, eqs. 5-9. https://arxiv.org/abs/2111.14213
+CVPR 2022. https://arxiv.org/abs/2111.14213
 
 The block runs a second time with the first omega of its channels, on the same (detached) input. The Lipschitz constant
 of a pass is the spectral norm of T = (input features) (output features)^T / pixels, sample by sample, by ten power
 iterations from ones; the squared difference of the two, loss_lip, is scaled to mu times the cross-entropy. As in the
-authors' code the gradient goes through the iterations, reaches the narrow pass alone, and is clipped as a whole.
-BatchNorm in the narrow pass uses the statistics of its batch and keeps none (so does the code, which measures them anew
-before it tests clients; here the averaged ones are evaluated, as for FedAvg). Widths are rounded to whole channels, not
-to multiples of 8. `block` is by default the last module with convolutions: a ResNet's last stage, a CNN's last layer.
+authors' code the gradient goes through the iterations, reaches the narrow pass alone, and is clipped as a whole. The
+block (`module`) is by default the last module with convolutions: a ResNet's last stage (as there), a CNN's last layer.
+BatchNorm in the narrow pass uses the statistics of its batch and keeps none, as in the code, which measures them anew
+before it tests clients; here the averaged ones are evaluated, as for FedAvg. Not from the code: widths are rounded to
+whole channels, not to multiples of 8, groups of GroupNorm keep their size, and dropout is off in the narrow pass.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class FedAlign(FedAvg):
     mu: float = hyper(0.45, "weight of the Lipschitz term, in multiples of the cross-entropy; 0 is none", at_least=0)
     omega: float = hyper(0.25, "width of the narrow pass", above=0, below=1)
     clip: float = hyper(10.0, "largest norm of a gradient, longer ones are shortened; 0 is no limit", at_least=0)
-    block: str = hyper("", "name of the module that runs twice (default: the last with convolutions)")
+    module: str = hyper("", "name of the block, which runs twice (default: the last module with convolutions)")
 
     category = "global model: regularised local loss"
 
@@ -45,11 +46,11 @@ class FedAlign(FedAvg):
     def wide(self):
         """The network with the second pass beside it, as functions of the same theta."""
         one, net = self.model, self.model.module(self.model.zeros())
-        block = self.block or last_block(net, one.head_name)
+        block = self.module or last_block(net, one.head_name)
         if not block:
             raise Problem("fedalign needs a network with convolutions before its head, such as fedavgcnn or resnet")
         if block not in (known := [name for name, _ in net.named_modules() if name]):
-            raise Problem(f"fedalign.block: the network has no module '{block}'{nearest(block, known)}")
+            raise Problem(f"fedalign.module: the network has no module '{block}'{nearest(block, known)}")
         build = lambda: TwoWidths(one.build(), block, self.omega)
         return Model(build, dtype=one.dtype, device=one.device, rewrite=False)
 
