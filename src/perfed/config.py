@@ -87,6 +87,9 @@ class RunConfig:
     eval_every: int = hyper(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
     state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
+    save_models: Literal["auto", "all", "none"] = hyper(
+        "auto", "a file for every client's model; auto: up to 1,000 clients, one file where all share a model"
+    )
     checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1)
 
     def __post_init__(self) -> None:

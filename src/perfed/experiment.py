@@ -11,7 +11,8 @@ A run folder explains itself:
         rounds.jsonl     cohort and bytes, one line per round
         times.jsonl      clock times (the only thing here that differs from run to run)
         checkpoints/     the last two
-        clients/<id>/    model.safetensors and card.md
+        clients/<id>/    model.safetensors and card.md (see run.save_models)
+        model.safetensors    only where no client has a folder and all share one model
         server.safetensors   what the server ends with, for clients that come later
         result.json      the end: the last scores of every client
     report/              table, picture, CSV
@@ -54,6 +55,7 @@ from perfed.partition import scheme
 from perfed.states import States
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
+MANY = 1000  # clients from which on a file for each is written only where that is asked for
 BASELINE = "local"
 SERVER = "server.safetensors"
 CLIENTS = "clients.json"
@@ -137,9 +139,9 @@ def describe(clients: Clients) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name in SPLITS:
         for tensor in (clients.split(name).x, clients.split(name).y):
-            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+            digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = lambda t: None if t is None else t.flatten().tolist()
-    sizes = lambda id: {name: clients.split(name).size[id] for name in SPLITS}
+    sizes = [dict(zip(SPLITS, s, strict=True)) for s in zip(*(clients.split(n).size for n in SPLITS), strict=True)]
     return {
         "shape": list(clients.shape),
         "classes": clients.classes,
@@ -150,7 +152,7 @@ def describe(clients: Clients) -> dict[str, Any]:
         "columns": clients.columns and list(clients.columns),
         "partition": clients.partition,
         "digest": digest.hexdigest(),
-        "clients": [{"name": name, **sizes(id)} for id, name in enumerate(clients.names)],
+        "clients": [{"name": name, **size} for name, size in zip(clients.names, sizes, strict=True)],
     }
 
 
@@ -257,6 +259,7 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
         console.print(f"{entry.name} cannot be vectorised: its clients run one by one", highlight=False)
     if run.compile and experiment.device.startswith("cuda") and method.model.keyed:
         console.print("steps with dropout are not compiled on a GPU: they run as they are", highlight=False)
+    every_model = run.save_models == "all" or (run.save_models == "auto" and len(experiment.clients) <= MANY)
     engine = make_engine(experiment.engine, method, experiment.clients, run)
     try:
         initial, device = engine.method.init_client(), method.model.device
@@ -274,10 +277,18 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
                 due = last or federation.round % run.eval_every == 0
                 if due or federation.round % run.checkpoint_every == 0:
                     federation.check()
-                values = federation.evaluate(_saver(method.model, place) if last else None) if due else {}
+                save = _saver(method.model, place) if last and every_model else None
+                values = federation.evaluate(save) if due else {}
                 event = Round(federation, cohort, values or None, time.monotonic() - began, last)
                 for observer in watching:
                     observer.see(event)
+        shared = None if every_model else federation.shared()
+        if shared is not None:
+            save_models(method.model, place, entry.name, shared)
+        if not every_model and run.save_models == "auto":
+            written = "the model that all clients share" if shared is not None else "no model"
+            text = f"{entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
+            console.print(text, highlight=False)
         result = {"method": entry.name, "title": entry.title, "rounds": run.rounds, "evaluates": method.evaluates}
         traffic = dataclasses.asdict(federation.traffic)
         result |= {"bytes": traffic, "clients": by_client(values), "parameters": method.model.P}

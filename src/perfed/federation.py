@@ -108,13 +108,11 @@ class Federation:
     def evaluate(self, save: Callable[[int, dict[str, Tensor]], None] | None = None) -> Values:
         """Scores of every client's model(s) on its own samples; `save(client, models)` gets each client's models."""
         self.check()
-        down = self.method.show(self.server, send(torch.tensor([0]), self.method.model.device))
-        if self.method.one_for_all and not leaves(down.own):
-            found = rows(self.engine.models(self.round, [0], self.states.take([0]), down), 0)
-            values = tree_map(torch.Tensor.cpu, self.engine.score_all(found))
+        if (shared := self.shared()) is not None:
+            values = tree_map(torch.Tensor.cpu, self.engine.score_all(shared))
             if save is not None:
                 for id in range(len(self.clients)):
-                    save(id, found)
+                    save(id, shared)
             return values
         pieces = []
         for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
@@ -127,6 +125,13 @@ class Federation:
                     save(id, rows(found.models, row))
             pieces.append(tree_map(torch.Tensor.cpu, found.values))
         return tree_map(lambda *t: torch.cat(t), *pieces)
+
+    def shared(self) -> dict[str, Tensor] | None:
+        """The model(s) that all clients predict with, where they are the same for all."""
+        down = self.method.show(self.server, send(torch.tensor([0]), self.method.model.device))
+        if not self.method.one_for_all or leaves(down.own):
+            return None
+        return rows(self.engine.models(self.round, [0], self.states.take([0]), down), 0)
 
     def _count(self, receivers: int, down: Any, up: Any) -> None:
         model = self.method.model

@@ -26,7 +26,9 @@ class ClientModel:
         self.run, self.method, self.id = run, method, id
         self.about: dict[str, Any] = run.about["clients"][id]
         self.name: str = self.about["name"]
-        self.path: Path = run.path / method / "clients" / self.about["folder"] / "model.safetensors"
+        own = run.path / method / "clients" / self.about["folder"] / "model.safetensors"
+        shared = run.path / method / "model.safetensors"  # of a run whose clients have no files of their own
+        self.path: Path = shared if shared.exists() and not own.exists() else own
 
     @property
     def scores(self) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class ClientModel:
             state = load_file(self.path)
         except FileNotFoundError:
             raise Problem(
-                f"client '{self.name}' has no model of {self.method} yet: continue with perfed resume"
+                f"client '{self.name}' has no model of {self.method}: the run kept none (--save-models), or it is lost"
             ) from None
         except (SafetensorError, OSError):
             raise Problem(f"'{self.path}' is damaged or not a model") from None
@@ -87,6 +89,7 @@ class Run:
         self.config: Config = read_config(self.path)
         self.about: dict[str, Any] = read_clients(self.path)
         self.entries = {entry.name: entry for entry in self.config.entries()}
+        self._results: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}: {', '.join(self.entries)}; {len(self.about['clients'])} clients)"
@@ -111,7 +114,10 @@ class Run:
         path = self.path / method / "result.json"
         if not path.exists():
             raise Problem(f"{method} is not finished: continue with `perfed resume {self.path}`")
-        return files.read_json(path)
+        changed = path.stat().st_mtime_ns
+        if self._results.get(method, (None,))[0] != changed:  # with many clients, reading it again and again takes long
+            self._results[method] = changed, files.read_json(path)
+        return self._results[method][1]
 
     def clients(self, method: str | None = None) -> list[ClientModel]:
         """All clients of a method."""

@@ -44,10 +44,13 @@ def _table(n: int, device: torch.device) -> Tensor:
     return GOLDEN * (torch.arange(n, device=device) + 1)
 
 
-@torch.compiler.assume_constant_result
 def _counters(n: int, device: torch.device) -> Tensor:
     # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
     return _table(n, device)
+
+
+# What torch.compiler.assume_constant_result does; that one imports the whole compiler, which takes a second.
+_counters._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

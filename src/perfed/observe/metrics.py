@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from perfed import files
+from perfed.core.tree import tree_map
 from perfed.engines.base import Values
 from perfed.observe import Round
 
@@ -54,10 +57,11 @@ class MetricsLog:
 
 def by_client(values: Values) -> list[dict[str, Any]]:
     """Scores as plain numbers, one dict per client: model -> split -> metric."""
-    count = len(next(iter(values["test"].values()))["accuracy"])
-    models = list(values["test"])
-    score = lambda split, model, id: {k: number(v[id].item()) for k, v in values[split][model].items()}
-    return [{model: {split: score(split, model, id) for split in values} for model in models} for id in range(count)]
+    plain = tree_map(torch.Tensor.tolist, values)  # all at once: there may be very many clients
+    count = len(next(iter(plain["test"].values()))["accuracy"])
+    models = list(plain["test"])
+    score = lambda split, model, id: {k: number(v[id]) for k, v in plain[split][model].items()}
+    return [{model: {split: score(split, model, id) for split in plain} for model in models} for id in range(count)]
 
 
 def mean_accuracy(values: Values) -> dict[str, float | None]:

@@ -28,5 +28,6 @@ def write_report(run: Run) -> Path:
     for summary in run.summary():
         for id, client in enumerate(run.about["clients"]):
             home = run.path / summary["method"] / "clients" / client["folder"]
-            files.write(home / "card.md", card(run, summary["method"], id, summary))
+            if home.is_dir():
+                files.write(home / "card.md", card(run, summary["method"], id, summary))
     return folder

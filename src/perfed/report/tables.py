@@ -99,8 +99,8 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """What a model is, for whoever finds its file."""
     client = run.about["clients"][id]
     name = client["name"].replace("`", "'").replace("\n", " ").replace("\r", " ")
-    scores = {entry: run.accuracies(entry)[id] for entry in run.entries}
-    rows = [(run.entries[entry].title, "n/a" if s != s else f"{s:.3f}") for entry, s in scores.items()]
+    scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
+    rows = [(run.entries[entry].title, score(s)) for entry, s in scores.items()]
     return (
         f"# Model of client `{name}`, trained with {summary['title']}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
