@@ -151,11 +151,16 @@ def _ending(console: Console, run: Any, json_wanted: bool) -> None:
     for line in between_servers(run.summary()):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\nreport   {run.path / 'report'}")
-    console.print(
-        f"models   {one.path.parent.parent}/<client>/model.safetensors   ({len(run.about['clients'])} clients)"
-    )
+    many = len(run.about["clients"])
+    if not one.path.exists():
+        console.print("models   none written (--save-models)")
+    elif one.path.parent.name != one.about["folder"]:
+        console.print(f"models   {one.path}   (one for all {many} clients)")
+    else:
+        console.print(f"models   {one.path.parent.parent}/<client>/model.safetensors   ({many} clients)")
     load = f"perfed.load('{run.path}').client('{one.about['folder']}').model()"
-    console.print(f'load     python -c "import perfed; print({load})"')
+    if one.path.exists():
+        console.print(f'load     python -c "import perfed; print({load})"')
     if json_wanted:
         _print_json({"run": str(run.path), "methods": run.summary()})
 
@@ -459,6 +464,25 @@ def doctor(json: Json = False) -> None:
         return
     for key, value in found.items():
         _console(False).print(f"{key:<12} {value}", markup=False)
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="What to measure: cpu or gpu.")],
+    repeats: Annotated[int, typer.Option(help="Rounds to measure, after one that warms up.", min=1)] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="A try-out on little data; its ratios mean nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """How fast a round is here, against a plain PyTorch loop in the same run."""
+    from perfed import benchmarks
+
+    module, console = benchmarks.find(what), _console(json)
+    found = module.measure(repeats=repeats, quick=quick, say=lambda text: console.print(text, markup=False))
+    if json:
+        _print_json(found)
+        return
+    for line in module.report(found):
+        console.print(line, markup=False)
 
 
 @app.callback(invoke_without_command=True)
