@@ -146,7 +146,17 @@ def _draw(clients: Clients, data: DataConfig) -> Figure:
         axis.set_xlim(-0.7, n - 0.3)
     _names(axes[-1], clients.names)
     figure.suptitle(heading(clients, data), fontsize=11, color=INK, wrap=True)
+    _settle(figure)
     return figure
+
+
+def _settle(figure: Figure) -> None:
+    """Round where the panels stand: the layout's last digits differ from time to time, and a file should not."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axis in figure.axes:
+        left, bottom, width, height = axis.get_position().bounds
+        axis.set_position((round(left, 4), round(bottom, 4), round(width, 4), round(height, 4)))
 
 
 def _sizes(axis: Axes, clients: Clients) -> None:
