@@ -1,4 +1,4 @@
-"""FedAlign: the last block learns to have the Lipschitz constant at a quarter of its width that it has at full width.
+"""FedAlign: FedAvg with a term that gives the last block the same Lipschitz constant at a quarter of its width.
 
 Mendieta, Yang, Wang, Lee, Ding, Chen: Local Learning Matters: Rethinking Data Heterogeneity in Federated Learning.
 CVPR 2022. https://arxiv.org/abs/2111.14213
