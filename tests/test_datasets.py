@@ -221,8 +221,8 @@ def test_normalisation_of_images(tmp_path):
     assert half.mean is not None
     assert half.std is not None
     assert half.mean.flatten().tolist() == half.std.flatten().tolist() == [0.5] * 3
-    black_to_white = half.ready(torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1), torch.float32)
-    assert black_to_white[:, 0, 0, 0].tolist() == [-1, 1]
+    black_and_white = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(3).view(2, 3, 1, 1)
+    assert half.ready(black_and_white, torch.float32).flatten().tolist() == [-1] * 3 + [1] * 3
     assert none.mean is None
     assert none.std is None
 
