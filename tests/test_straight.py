@@ -63,6 +63,39 @@ def test_straight(shape, build):
     assert is_straight(assert_same(build, shape))
 
 
+@pytest.mark.parametrize(
+    "flatten",
+    [
+        lambda x: x.view(x.size(0), -1),
+        lambda x: x.reshape(x.shape[0], -1),
+        lambda x: torch.flatten(x, 1),
+        lambda x: x.flatten(1),
+    ],
+)
+def test_ways_to_flatten(flatten):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(2, 3, 3), nn.Linear(27, 3)
+
+        def forward(self, x):
+            return self.head(flatten(F.max_pool2d(self.conv(x).relu(), 2)))
+
+    assert is_straight(assert_same(Net, (2, 8, 8)))
+
+
+def test_other_views_take_autograd():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(self.fc(x).view(6, -1).relu().view(x.shape[0], -1))
+
+    assert not is_straight(assert_same(Net))
+
+
 class Branch(nn.Module):
     def __init__(self):
         super().__init__()

@@ -8,6 +8,7 @@ layer's gradient goes where it belongs in the flat vector. Everything else takes
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -156,6 +157,7 @@ def straighten(net: nn.Module, shapes: dict[str, Any], parameters: int) -> Strai
     graph = trace(net)
     if graph is None:
         return None
+    _flatten_views(graph)
     modules, places = dict(net.named_modules()), {name: at for at, name in enumerate(shapes)}
     layers: list[Plain | Linear] = []
     used: list[str] = []
@@ -175,6 +177,28 @@ def straighten(net: nn.Module, shapes: dict[str, Any], parameters: int) -> Strai
     if sorted(used) != sorted(dict(net.named_parameters())) or (dims := _dims(layers)) is None:
         return None
     return Straight(layers, list(shapes.values()), parameters, dims)
+
+
+def _flatten_views(graph: fx.Graph) -> None:
+    """Write `x.view(x.size(0), -1)`, as many do, as `x.flatten(1)`."""
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target in ("view", "reshape") and node.args[2:] == (-1,):
+            asked = _samples(node.args[1], node.args[0])
+            if asked:
+                node.target, node.args = "flatten", (node.args[0], 1)
+                for unused in (n for n in asked if not n.users):
+                    graph.erase_node(unused)
+
+
+def _samples(size: Any, x: Any) -> list[fx.Node]:
+    """The nodes that ask how many samples x has, if that is what `size` is."""
+    if isinstance(size, fx.Node):
+        if (size.target, size.args) == ("size", (x, 0)):
+            return [size]
+        shape = size.args[0] if size.target is operator.getitem and size.args[1] == 0 else None
+        if isinstance(shape, fx.Node) and (shape.target, shape.args) == (getattr, (x, "shape")):
+            return [size, shape]
+    return []
 
 
 def _dims(layers: list[Plain | Linear]) -> int | None:
