@@ -6,6 +6,7 @@ disturb little; wall time only for several workers, where it is the point.
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -73,6 +74,7 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
     """All workloads; `quick` is a try-out on a few samples, whose ratios mean nothing."""
     torch.set_num_threads(1)
     clients, source = _clients(quick)
+    load = os.getloadavg()[0]
     findings = [_compare(one, clients, 1 if quick else repeats, say) for one in WORKLOADS]
     return {
         "benchmark": "cpu",
@@ -85,6 +87,7 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
         "workers": WORKERS,
         "findings": [asdict(one) for one in findings],
         "machine": {"cpu": _processor(), "cores": cores(), "platform": platform.platform()},
+        "load": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},  # above 1, wall times are doubtful
         "python": platform.python_version(),
         "torch": torch.__version__,
         "perfed": __version__,
@@ -97,6 +100,8 @@ def report(found: dict[str, Any]) -> list[str]:
     machine = found["machine"]
     lines = [f"{found['data']}, {found['clients']} clients, {found['training_samples']} training samples, one epoch"]
     lines += [f"{machine['cpu']}, {machine['cores']} cores, torch {found['torch']}, median of {found['repeats']}"]
+    if found["load"]["before"] > 1:
+        lines += [f"the machine was busy (load {found['load']['before']}): do not trust wall times"]
     for one in found["findings"]:
         lines += [
             "",
