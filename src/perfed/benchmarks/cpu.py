@@ -86,7 +86,7 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
         "quick": quick,
         "workers": WORKERS,
         "findings": [asdict(one) for one in findings],
-        "machine": {"cpu": _processor(), "cores": cores(), "platform": platform.platform()},
+        "machine": {"cpu": processor(), "cores": cores(), "platform": platform.platform()},
         "load": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},  # above 1, wall times are doubtful
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -202,7 +202,7 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's name, where the system says it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

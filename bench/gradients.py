@@ -1,0 +1,72 @@
+"""CPU time of one gradient: the network as it was written, with autograd, against what `Model` makes of it.
+
+    python bench/gradients.py > bench/results/gradients.json
+
+Both take turns; medians count, and ratios are what travels between machines. "chains" is the rewritten network under
+autograd, which is what a loss of a method's own gets; "rewritten" is what `model.grad(theta, batch)` does.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+
+from perfed.benchmarks import commit
+from perfed.benchmarks.cpu import processor
+from perfed.config import ModelConfig
+from perfed.core.model import Batch, Model
+from perfed.core.random import derive
+from perfed.models import make_network
+
+REPEATS = 31
+CASES = [
+    ("mlr", (1, 28, 28), 10),
+    ("mlp", (1, 28, 28), 10),
+    ("lenet", (3, 32, 32), 10),
+    ("lenet", (3, 32, 32), 64),
+    ("fedavgcnn", (1, 28, 28), 10),
+    ("fedavgcnn", (1, 28, 28), 64),
+    ("fedavgcnn", (3, 32, 32), 64),
+    ("resnet", (3, 32, 32), 10),
+    ("resnet", (3, 32, 32), 64),
+]
+
+
+def measure(name: str, shape: tuple[int, ...], batch_size: int) -> dict[str, object]:
+    """Median milliseconds of one gradient, each way."""
+    build = make_network(ModelConfig(name=name, hidden=100, norm="batch"), shape, 10)
+    plain, ours = Model(build, rewrite=False), Model(build)
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(batch_size, *shape, generator=draw), torch.randint(0, 10, (batch_size,), generator=draw)
+    batch, theta = Batch(x, y, None, derive(0)), ours.init(0)
+    ways = {
+        "as_written": lambda: plain.grad(theta, batch),
+        "chains": lambda: ours.grad(theta, batch, ours.loss),
+        "rewritten": lambda: ours.grad(theta, batch),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(REPEATS):
+        for way, gradient in ways.items():
+            gradient()  # the caches hold what this way needs
+            began = time.process_time()
+            gradient()
+            times[way].append(1e3 * (time.process_time() - began))
+    ms = {way: statistics.median(taken) for way, taken in times.items()}
+    sys.stderr.write(f"{name} {shape} {batch_size}: {ms}\n")
+    return {
+        "network": name,
+        "sample": list(shape),
+        "batch_size": batch_size,
+        **{f"{way}_ms": round(taken, 3) for way, taken in ms.items()},
+        "chains_ratio": round(ms["chains"] / ms["as_written"], 2),
+        "rewritten_ratio": round(ms["rewritten"] / ms["as_written"], 2),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    found = [measure(*case) for case in CASES]
+    about = {"cpu": processor(), "torch": torch.__version__, "commit": commit(), "repeats": REPEATS}
+    sys.stdout.write(json.dumps({"gradients": found, **about}, indent=1) + "\n")
