@@ -7,6 +7,7 @@ written longest ago move to the host's memory, and from there to a file. Where a
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from math import prod
 from pathlib import Path
@@ -215,7 +216,9 @@ class _File(_Shelf):
 
     def write(self, ids: Sequence[int], packed: Tensor) -> None:
         try:
-            self.file = self.file or tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (held to the end)
+            if self.file is None:
+                self.file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (held as long as this shelf)
+                weakref.finalize(self, self.file.close)
             for row, slot in zip(packed.cpu(), self._place(ids), strict=True):
                 self.file.seek(slot * self.width)
                 self.file.write(row.numpy().data)
