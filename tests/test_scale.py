@@ -10,10 +10,11 @@ from conftest import make_clients, plain_net
 import perfed
 from perfed import contract, experiment
 from perfed.core.errors import Problem
-from perfed.core.messages import Up
+from perfed.core.messages import Up, reduce
 from perfed.core.model import Model
 from perfed.core.random import choose, derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
+from perfed.engines.base import Uploads
 from perfed.engines.sequential import Sequential
 from perfed.federation import Federation
 from perfed.methods.fedavg import FedAvg
@@ -210,3 +211,32 @@ def test_a_run_with_little_memory_for_states_is_the_same(tmp_path):
     one, two = (perfed.run("ditto", out=tmp_path / str(mb), state_memory=mb, **settings) for mb in (0, 1))
     for name in ("metrics.jsonl", "result.json", "clients/client_02/model.safetensors"):
         assert (one.path / "ditto" / name).read_bytes() == (two.path / "ditto" / name).read_bytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_nothing_around_a_round_waits_for_a_gpu():
+    """States on the device, the look at uploads, and the mean over a cohort; then paging gives the same rows."""
+    method = PGFed(Model(plain_net, device="cuda"), cohort=3)
+    fed = Federation(Sequential(method, make_clients((9, 5, 12)).to("cuda")))
+    ids, theta = torch.arange(3, device="cuda"), method.model.init(0)
+    weight, group = torch.ones(3, device="cuda", dtype=torch.float64), torch.tensor([0, 1, 0], device="cuda")
+    up = Uploads(theta.expand(3, -1), (), weight, None)
+    fed.states.put([0, 1, 2], fed.states.take([0, 1, 2]))  # warm: the first use of a kernel may wait
+    fed._inspect(ids, theta.expand(3, -1), up)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = fed.states.take([0, 1, 2])
+        fed.states.put([0, 1, 2], taken)
+        fed._inspect(ids, theta.expand(3, -1), up)
+        mean = reduce(ids, theta.expand(3, -1), (), weight, None, 1).mean
+        grouped = reduce(ids, theta.expand(3, -1), (), weight, group, 2).mean
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    fed.check()
+    torch.testing.assert_close((mean, grouped[0]), (theta, theta))
+    states, expected = States(torch.zeros(4, device="cuda"), "cuda", (2 * 16, 3 * 16)), torch.randn(9, 4, device="cuda")
+    states.put(range(9), expected)
+    assert [len(shelf.slot) for shelf in states.shelves] == [2, 3, 4]
+    assert torch.equal(states.take(range(9)), expected)

@@ -149,8 +149,8 @@ class Federation:
                 finite &= leaf[:, None].flatten(1).isfinite().all(1)
         weighted = up.weight.isfinite() & (up.weight >= 0)
         wrong = torch.where(finite, torch.where(weighted, -1, BAD_WEIGHT), DIVERGED)
-        row = (wrong >= 0).to(torch.uint8).argmax()  # the first
-        found = torch.stack([wrong[row], torch.full_like(row, self.round + 1), ids[row]])
+        row = (wrong >= 0).to(torch.uint8).argmax(0, keepdim=True)  # the first; an index of no axis would be waited for
+        found = torch.cat([wrong[row], torch.full_like(row, self.round + 1), ids[row]])
         self._wrong = torch.where(self._wrong < 0, torch.where(wrong[row] < 0, -1, found), self._wrong)
 
     def check(self) -> None:
