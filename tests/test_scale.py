@@ -9,6 +9,7 @@ from conftest import make_clients, plain_net
 
 import perfed
 from perfed import contract, experiment
+from perfed.catalog import find
 from perfed.core.errors import Problem
 from perfed.core.messages import Up, reduce
 from perfed.core.model import Model
@@ -179,6 +180,34 @@ def test_what_is_wrong_is_named_even_when_it_is_looked_at_later(settings, says, 
     early.step((0, 2))
     with pytest.raises(Problem, match=says):
         early.step((0, 1, 3))
+
+
+LIAR = """
+from dataclasses import dataclass
+from perfed import Method, Up
+
+@dataclass(frozen=True)
+class Liar(Method):
+    evaluates = "global"
+
+    def init_server(self, clients):
+        return self.model.init(self.seed)
+
+    def local(self, client, down, data):
+        return client, Up(mean=self.descend(down.shared, data) - down.shared)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean
+
+    def personalise(self, client, down, data):
+        return down.shared * data.size
+"""
+
+
+def test_a_method_that_only_says_it_has_one_model_fails_its_check(tmp_path):
+    (tmp_path / "liar.py").write_text(LIAR)
+    with pytest.raises(AssertionError, match="different models"):
+        contract.check_global(find(str(tmp_path / "liar.py")))
 
 
 TINY = {"clients": 4, "rounds": 2, "epochs": 1, "hidden": 8, "engine": "sequential", "baseline": False}

@@ -123,8 +123,8 @@ class Federation:
             if save is not None:
                 for row, id in enumerate(ids):
                     save(id, rows(found.models, row))
-            pieces.append(tree_map(torch.Tensor.cpu, found.values))
-        return tree_map(lambda *t: torch.cat(t), *pieces)
+            pieces.append(found.values)
+        return tree_map(lambda *t: torch.cat(t).cpu(), *pieces)
 
     def shared(self) -> dict[str, Tensor] | None:
         """The model(s) that all clients predict with, where they are the same for all."""
