@@ -33,7 +33,7 @@ def load(config: DataConfig, seed: int) -> Pool:
     for i in range(n):
         centre = rng.normal(shift[i], 1, FEATURES)
         weight, bias = rng.normal(u[i], 1, (FEATURES, CLASSES)), rng.normal(u[i], 1, CLASSES)
-        x = rng.normal(centre, spread, (sizes[i], FEATURES))
+        x = centre + spread * rng.standard_normal((sizes[i], FEATURES))
         xs.append(x.astype(np.float32))
         ys.append(np.argmax(x @ weight + bias, axis=1))
     owner = np.repeat(np.arange(n), sizes)
