@@ -3,7 +3,8 @@
     python bench/scale.py                  # prints JSON; writes bench/results/scale.json and curves.csv, curves.png
     python bench/scale.py memory start     # some of them, printed only
 
-CPU seconds are what other programs on the machine disturb least; peak memory is the process's largest resident set.
+Of several starts the shortest counts. CPU seconds are what other programs on the machine disturb least; peak memory is
+the process's largest resident set.
 """
 
 import contextlib
@@ -192,7 +193,7 @@ def curve(kind: str) -> list[dict]:
 
 PARTS = {
     "memory": [("memory", 100, BUDGET), ("memory", 5000, BUDGET), ("memory", 5000, 0)],
-    "start": [("start", 10_000)],
+    "start": [("start", 10_000)] * 3,
     "rounds": [("rounds", 100, 10_000)],
     "whole": [("whole", 100_000)],
     "curves": [("curve", "cohort"), ("curve", "width")],
@@ -230,13 +231,19 @@ def draw(curves: list[dict], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = (("cohort", "cohort", "clients in the round"), ("width", "parameters", "parameters of the model"))
-    for axes, (kind, column, label) in zip(figure.subplots(1, 2), panels, strict=True):
+    panels = (
+        ("cohort", "cohort", "clients in the round", "MLP of 4,554 parameters"),
+        ("width", "parameters", "parameters of the model", "10 clients in the round"),
+    )
+    for axes, (kind, column, label, title) in zip(figure.subplots(1, 2), panels, strict=True):
         x, y = zip(*[(one[column], one["cpu_seconds"]) for one in curves if one["curve"] == kind], strict=True)
         axes.loglog(x, y, marker="o", color="#1f77b4", label="a round of FedAvg")
         axes.loglog(x, [y[-1] * v / x[-1] for v in x], linestyle=":", color="#7f7f7f", label="in proportion")
-        axes.set(xlabel=label, ylabel="CPU seconds per round")
-        axes.grid(alpha=0.3, which="both")
+        axes.set(xlabel=label, ylabel="CPU seconds per round", title=title)
+        axes.grid(alpha=0.3)
+        if kind == "cohort":
+            axes.set_xticks(x, [str(v) for v in x])
+            axes.minorticks_off()
         axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
 
@@ -251,6 +258,8 @@ def main() -> None:
     if "memory" in found:
         few, many, _ = (one["peak_rss_mb"] for one in found["memory"])
         found["memory_above_100_clients_mb"] = round(many - few, 1)
+    if "start" in found:
+        found["start"] = min(found["start"], key=lambda one: one["wall_seconds"])  # other programs only ever add
     curves = [point for one in found.pop("curves", []) for point in one]
     if not sys.argv[1:]:
         (RESULTS / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
