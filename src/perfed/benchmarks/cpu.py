@@ -62,6 +62,7 @@ class Finding:
     cpu_target: float
     cpu_reached: bool
     plain_wall_s: float
+    workers_cpu_s: float | None  # of all workers together, mean of all rounds, without their parent's
     workers_wall_s: float | None
     wall_ratio: float | None
     wall_target: float | None
@@ -113,7 +114,7 @@ def report(found: dict[str, Any]) -> list[str]:
         if one["wall_ratio"] is not None:
             lines += [
                 f"  {found['workers']} workers    {one['workers_wall_s']:8.2f} s of wall time; "
-                f"the plain loop {one['plain_wall_s']:.2f}",
+                f"the plain loop {one['plain_wall_s']:.2f}; the workers' CPU s {one['workers_cpu_s']:.2f}",
                 f"  ratio        {one['wall_ratio']:8.2f}   {_verdict(one['wall_target'], one['wall_reached'])}",
             ]
     return lines
@@ -152,6 +153,7 @@ def _compare(one: Workload, clients: Clients, repeats: int, say: Callable[[str],
     shared = Federation(Workers(method, clients, workers=WORKERS)) if one.wall_target else None
     times: dict[str, list[tuple[float, float]]] = {"plain": [], "perfed": [], "workers": []}
     accuracy = {"plain": 0.0, "perfed": 0.0}
+    children = _children()
     try:
         for at in range(repeats + 1):  # the first round warms up: kernels are chosen, workers started
             say(f"{one.name}: round {at} of {repeats}")
@@ -174,6 +176,7 @@ def _compare(one: Workload, clients: Clients, repeats: int, say: Callable[[str],
         cpu_target=one.cpu_target,
         cpu_reached=ratio <= one.cpu_target,
         plain_wall_s=round(wall["plain"], 3),
+        workers_cpu_s=round((_children() - children) / (repeats + 1), 3) if shared is not None else None,
         workers_wall_s=round(wall["workers"], 3) if shared is not None else None,
         wall_ratio=None if wall_ratio is None else round(wall_ratio, 3),
         wall_target=one.wall_target,
@@ -200,6 +203,12 @@ def _timed(work: Callable[[], Any]) -> tuple[float, float]:
     cpu, wall = time.process_time(), time.perf_counter()
     work()
     return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def _children() -> float:
+    """CPU seconds of processes that this one has started and that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def processor() -> str:
