@@ -258,6 +258,56 @@ def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
         _print_json(result)
 
 
+@app.command()
+def table(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A table (`perfed list tables`), or a TOML file.")],
+    column: Annotated[list[str] | None, typer.Option(help="Only these columns: a,b.")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="Only these rows: a,b.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds (default: the paper's).", min=1, max=1000)] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A reduced version in a few minutes; labelled REDUCED.")
+    ] = False,
+    only_report: Annotated[bool, typer.Option("--only-report", help="Run nothing; show what is there.")] = False,
+    sets: Sets = None,
+    out: Annotated[Path, typer.Option(help="Folder of runs and results; what is there is not run again.")] = Path(
+        "runs/tables"
+    ),
+    data_dir: Annotated[str | None, typer.Option(help="Folder with data files.")] = None,
+    engine: Annotated[str, typer.Option(help="How a round is computed.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the steps of 'vectorised'.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """A published table again: run what is missing, then the paper's numbers and these side by side."""
+    from perfed.tables import protocol
+
+    listed = lambda words: [one for word in words or [] for one in word.split(",") if one]
+    made = protocol.reduced(protocol.find(name), sets or [], quick)
+    made = protocol.chosen(made, listed(column), listed(methods), seeds)
+    for place in made.columns:  # what is wrong is found before anything is run
+        for row in made.rows:
+            made.config(place, row, 0)
+    from perfed.report.table_text import cells, headings, orders
+    from perfed.report.tables import rich_table
+    from perfed.tables.make import make
+
+    told = " ".join(["perfed", *sys.argv[1:]])  # where data and runs are on this machine is nobody else's business
+    console, command = _console(json, quiet), re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
+    how = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
+    with _interruptible(lambda: None):
+        lines, written = make(made, out, console, only_report=only_report, command=command, how=how)
+    talk = _console(json)
+    talk.print(made.title + (f"\n{made.label}" if made.label else ""), markup=False)
+    for place in made.columns:
+        talk.print(f"\n{made.columns[place].title}", markup=False)
+        talk.print(rich_table(headings(made), cells(made, lines, place)), soft_wrap=False)
+    for line in ["", *orders(made, lines), *(f"written  {path}" for path in written)]:
+        talk.print(line, markup=False)
+    if json:
+        _print_json({"table": made.name, "label": made.label, "lines": lines, "files": list(map(str, written))})
+
+
 @partitions.callback(invoke_without_command=True)
 def _partitions(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
@@ -305,11 +355,12 @@ def show(
 
 @app.command(name="list")
 def list_(
-    kind: Annotated[str, typer.Argument(help="methods, datasets, partitions, models or engines")] = "methods",
+    kind: Annotated[str, typer.Argument(help="methods, datasets, partitions, models, engines or tables")] = "methods",
     json: Json = False,
 ) -> None:
     """What there is to choose from."""
     from perfed import datasets, engines, models, partition
+    from perfed.tables import protocol
 
     tables = {
         "methods": {name: entry.summary for name, entry in catalog.methods().items()},
@@ -317,6 +368,7 @@ def list_(
         "partitions": partition.PARTITIONS,
         "models": models.MODELS,
         "engines": engines.ENGINES,
+        "tables": {name: protocol.find(name).title for name in protocol.names()},
     }
     if kind not in tables:
         raise Problem(f"there is no list of '{kind}'{nearest(kind, tables)}")

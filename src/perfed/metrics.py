@@ -1,0 +1,288 @@
+"""What can be said about a finished run, from its logs: accuracy and how it is spread, convergence, bytes, arithmetic.
+
+Accuracies are shares, not percent. Where a client has no test samples its accuracy is NaN and it counts nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perfed import catalog
+from perfed.catalog import Entry
+from perfed.observe.metrics import CLIENTS, ROUNDS, TIMES, read
+from perfed.results import Run
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Every client's scores in every evaluated round."""
+
+    rounds: np.ndarray  # [R], ascending
+    test: np.ndarray  # [R, N], accuracy
+    val: np.ndarray  # [R, N]; NaN without validation samples
+    loss: np.ndarray  # [R, N], on test samples
+    samples: np.ndarray  # [N], test samples
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean test accuracy over clients, in every evaluated round."""
+        return means(self.test)
+
+
+def means(values: np.ndarray) -> np.ndarray:
+    """The mean of each row without its NaN; NaN where there is nothing else."""
+    known = ~np.isnan(values)
+    return np.where(known, values, 0).sum(1) / np.where(known.any(1), known.sum(1), np.nan)
+
+
+def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Curves:
+    """The scores of one of a method's models, up to a round (0: all)."""
+    place = {client["name"]: at for at, client in enumerate(run.about["clients"])}
+    samples = np.array([client["test"] for client in run.about["clients"]])
+    found: dict[int, np.ndarray] = {}
+    for line in read(run.path / method / CLIENTS):
+        if until and line["round"] > until:
+            break
+        scores = line[model]
+        one = found.setdefault(line["round"], np.full((3, len(place)), np.nan))
+        picked = (scores["test"]["accuracy"], scores.get("val", {}).get("accuracy"), scores["test"]["loss"])
+        one[:, place[line["client"]]] = [np.nan if value is None else value for value in picked]
+    rounds = np.array(list(found))
+    table = np.stack(list(found.values()))
+    return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples)
+
+
+def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
+    """How one number per client is spread.
+
+    >>> found = spread(np.array([0.5, 1.0]), np.array([30, 10]))
+    >>> found["mean"], found["pooled"], found["std"], found["jain"]
+    (0.75, 0.625, 0.25, 0.9)
+    """
+    known = ~np.isnan(accuracy)
+    a, n = accuracy[known], samples[known]
+    worst = np.sort(a)[: max(1, round(len(a) / 10))]
+    squares = float((a**2).sum())
+    return {
+        "mean": float(a.mean()),
+        "pooled": float((a * n).sum() / n.sum()),
+        "std": float(a.std()),
+        "variance": float(a.var()),
+        "p10": float(np.percentile(a, 10)),
+        "worst10": float(worst.mean()),
+        "jain": float(a.sum() ** 2 / (len(a) * squares)) if squares else 1.0,  # all alike: fair, however bad
+    }
+
+
+def gain(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, float]:
+    """Accuracy minus a baseline's, client by client: mean, deviation over clients, share above 0."""
+    difference = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
+    above = np.round(difference, 6) > 0  # equal accuracies may differ in their last bit
+    return {"mean": float(difference.mean()), "std": float(difference.std()), "positive": float(above.mean())}
+
+
+def first_round(rounds: np.ndarray, mean: np.ndarray, target: float) -> int | None:
+    """The first evaluated round with at least this mean accuracy."""
+    reached = np.flatnonzero(mean >= target - 1e-9)
+    return int(rounds[reached[0]]) if len(reached) else None
+
+
+def area(rounds: np.ndarray, mean: np.ndarray) -> float:
+    """Area under the accuracy curve over its length: the mean accuracy of a run's rounds.
+
+    >>> area(np.array([1, 2, 4]), np.array([0.0, 1.0, 1.0]))
+    0.8333333333333334
+    """
+    if len(rounds) == 1:
+        return float(mean[0])
+    return float(np.trapezoid(mean, rounds) / (rounds[-1] - rounds[0]))
+
+
+def traffic(run: Run, method: str) -> tuple[np.ndarray, np.ndarray]:
+    """(rounds, bytes sent until then in both directions, between servers too)."""
+    lines = read(run.path / method / ROUNDS)
+    sent = [line["bytes"] for line in lines]
+    total = [sum(v for k, v in b.items() if k != "extra") + sum(b.get("extra", {}).values()) for b in sent]
+    return np.array([line["round"] for line in lines]), np.array(total)
+
+
+def system(run: Run, method: str, curve: Curves, target: float | None = None) -> dict[str, Any]:
+    """Bytes, rounds, arithmetic and time; with a target also what it took to get there."""
+    rounds, sent = traffic(run, method)
+    out: dict[str, Any] = {"rounds": int(rounds[-1]), "bytes": int(sent[-1]), "flops": flops(run, method)}
+    out["seconds"] = round(sum(line["seconds"] for line in read(run.path / method / TIMES)), 3)
+    out["area"] = area(curve.rounds, curve.mean)
+    if target is not None:
+        reached = first_round(curve.rounds, curve.mean, target)
+        out["rounds_to_target"] = reached
+        out["bytes_to_target"] = None if reached is None else int(sent[rounds <= reached][-1])
+    return out
+
+
+def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any]:
+    """Everything about one method of a run, its last round.
+
+    Macro-F1 and AUC are not among it: an evaluation keeps each client's accuracy and loss, not its predictions.
+    """
+    curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != "personal"]
+    out: dict[str, Any] = {"method": method, **spread(curve.test[-1], curve.samples)}
+    out["loss"] = float(means(curve.loss)[-1])
+    if "local" in run.entries and method != "local":
+        out["gain"] = gain(curve.test[-1], run.accuracies("local"))
+    start = next((m for m in ("before", "global") if m in others), None)
+    if start:  # what personalisation added
+        out["delta"] = gain(curve.test[-1], run.accuracies(method, start))["mean"]
+    return {**out, **system(run, method, curve, target)}
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def flops(run: Run, method: str) -> int | None:
+    """Floating-point operations of all local training (evaluations not counted), as this implementation computes it.
+
+    Per sample: forward and backward pass of the network, counted by torch from its layers. Samples: those of every
+    participant in every round, with the extra passes that the method makes, counted by `passes`.
+    """
+    sizes = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
+    took = np.array([sizes[name] for line in read(run.path / method / ROUNDS) for name in line["cohort"]])
+    entry = run.entries[method]
+    settings = tuple(sorted(run.config.settings(entry).items()))
+    per_train, per_val, fixed = passes(str(entry.file), settings)
+    forward, backward = network_flops(run.path)
+    counts = took[:, 0].sum() * per_train + took[:, 1].sum() * per_val + len(took) * fixed  # [gradients, forwards]
+    return int(counts[0] * (forward + backward) + counts[1] * forward)
+
+
+@functools.lru_cache(maxsize=64)
+def network_flops(folder: Path) -> tuple[int, int]:
+    """(forward, backward) of one sample through a run's network."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from perfed.experiment import load_network
+
+    build, about = load_network(folder)
+    network, sample = build().train(), torch.rand(2, *about["shape"])  # two: BatchNorm needs them
+    found = []
+    with FlopCounterMode(display=False) as both:
+        loss = network(sample).sum()
+        found.append(both.get_total_flops())
+        loss.backward()
+    return found[0] // 2, (both.get_total_flops() - found[0]) // 2
+
+
+@functools.lru_cache(maxsize=256)
+def passes(method: str, settings: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sample passes of one client's round: per training sample, per validation sample, and regardless of both.
+
+    Each is [passes with a gradient, forward passes alone]. Counted in one round of tiny clients; the number is a linear
+    function of a client's sizes, so three sizes tell all of it. Rounds of a warm-up are not looked at, nor is what runs
+    outside `Model` (FedAlign's narrow pass).
+    """
+    entry = catalog.find(method)
+    kept = dict(settings) | ({"warmup": 0} if "warmup" in entry.fields else {})
+    batch = int(kept.get("batch_size", 10))
+    small, more, val = (_count(entry, kept, *sizes) for sizes in ((batch, 4), (2 * batch, 4), (batch, 8)))
+    per_train, per_val = (more - small) / batch, (val - small) / 4
+    return per_train, per_val, small - batch * per_train - 4 * per_val
+
+
+def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.ndarray:
+    import torch
+
+    from perfed.core.clients import Clients, Split
+    from perfed.engines.sequential import Sequential
+    from perfed.federation import Federation
+    from perfed.report.methods import CLASSES, FEATURES, network
+
+    many = 1 + int(settings.get("downloads", 1) or 1)  # others whose models a client may ask for
+
+    def split(size: int) -> Split:
+        return Split(torch.ones(many * size, FEATURES), torch.arange(many * size) % CLASSES, (size,) * many)
+
+    counted = _counting()(network)
+    plain = {key: value for key, value in settings.items() if key in entry.fields}
+    parts = {"personal": "head", "module": ""}  # names of the run's own network mean nothing here
+    plain |= {key: usual for key, usual in parts.items() if key in plain and plain[key] not in ("head", "body", "norm")}
+    plain["lr"] = min(plain.get("lr", 0.01), 0.01)
+    method, names = entry.load()(counted, **plain, cohort=many), tuple(map(str, range(many)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
+    try:
+        Federation(Sequential(method, Clients(names, split(train), split(val), split(4), CLASSES))).step()
+    finally:
+        torch.set_num_threads(threads)
+    return np.maximum(counted.seen, 0) / many
+
+
+def _counting() -> Any:
+    import torch
+    from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
+
+    from perfed.core.model import Model
+
+    class Counting(Model):
+        """A model that counts the samples it is given, with a gradient and without."""
+
+        def __init__(self, build: Any):
+            self.seen, self.silent = np.zeros(2), False
+            super().__init__(build)
+
+        def _see(self, kind: int, theta: torch.Tensor, x: torch.Tensor) -> None:
+            times = 1
+            if is_batchedtensor(theta):  # a stack of models at once
+                times = get_unwrapped(theta).shape[maybe_get_bdim(theta)]
+            self.seen[kind] += times * len(x)
+
+        def grad(self, theta: Any, batch: Any, loss: Any = None, train: bool = True) -> Any:
+            self._see(0, theta, batch.x)
+            if loss is not None:  # its own pass belongs to the gradient; any further ones come on top
+                self.seen[1] -= len(batch.x)
+            self.silent = loss is None
+            found = super().grad(theta, batch, loss, train)
+            self.silent = False
+            return found
+
+        def apply(self, theta: Any, x: Any, *rest: Any, **options: Any) -> Any:
+            if not self.silent:
+                self._see(1, theta, x)
+            return super().apply(theta, x, *rest, **options)
+
+    return Counting
+
+
+def as_lines(found: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and cells of a table of summaries."""
+    from perfed.report.tables import score, signed, size
+
+    keys = ("mean", "pooled", "std", "p10", "worst10", "jain", "loss", "area")
+    heads = ("", *("10th percentile" if key == "p10" else "worst tenth" if key == "worst10" else key for key in keys))
+    rows = []
+    for one in found:
+        arithmetic = "n/a" if one["flops"] is None else f"{one['flops']:.2e}"
+        cells = [score(one[key]) for key in keys]
+        share = "-" if "gain" not in one else f"{100 * one['gain']['positive']:.0f} %"
+        delta = "-" if "delta" not in one else signed(one["delta"])
+        tail = (share, delta, size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s")
+        rows.append((one.get("title", one["method"]), *cells, *tail))
+    return (*heads, "gain above 0", "delta", "sent", "FLOPs", "time"), rows
+
+
+def average(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of several seeds' summaries, number by number."""
+    out: dict[str, Any] = {}
+    for key, value in found[0].items():
+        values = [one[key] for one in found]
+        if isinstance(value, dict):
+            out[key] = average(values)
+        elif isinstance(value, int | float) and None not in values:
+            out[key] = float(np.mean(values))
+        else:
+            out[key] = value if value is not None and all(v == value for v in values) else None
+    return out

@@ -1,0 +1,208 @@
+"""Figures of the papers from run folders: PNG, and the same as SVG beside it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from perfed import files
+from perfed.report.picture import COLOURS, STYLES
+from perfed.tables.cells import cell
+from perfed.tables.protocol import Protocol
+from perfed.tables.result import found
+from perfed.tables.watch import ALPHAS
+
+Curve = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, mean over seeds, deviation over seeds
+
+
+def draw(protocol: Protocol, out: Path) -> list[Path]:
+    """All figures of a table that its finished cells allow."""
+    makers: dict[str, Callable[..., Figure | None]] = {"rounds": over_rounds, "bytes": over_bytes, "matrix": matrix}
+    makers |= {"branches": branches, "alpha": alpha}
+    written = []
+    for kind in protocol.figures:
+        for column in protocol.columns:
+            figure = makers[kind](protocol, out, column)
+            if figure is not None:
+                written.append(save(figure, out / f"{protocol.cells}-{kind}-{column}.png"))
+    return written
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """A PNG, and an SVG with the same bytes every time."""
+    FigureCanvasAgg(figure)
+    for kind in ("png", "svg"):
+        content = io.BytesIO()
+        with rc_context({"svg.hashsalt": "perfed"}):
+            meta: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 130}
+            figure.savefig(content, format=kind, **meta)
+        files.write(path.with_suffix(f".{kind}"), content.getvalue())
+    return path
+
+
+def _new(
+    protocol: Protocol, column: str, width: float = 7.5, height: float = 5.0, panels: int = 1
+) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    head = f"{protocol.title.partition(':')[0]}: {protocol.columns[column].title}"
+    figure.suptitle(head, fontsize=10)
+    return figure, axes
+
+
+def _curves(protocol: Protocol, out: Path, column: str, what: str, along: str) -> dict[str, Curve]:
+    curves = {}
+    for row in protocol.rows:
+        seeds = list(found(protocol, out, column, row).values())
+        if not seeds:
+            continue
+        table = np.array([[np.nan if v is None else v for v in one[what]] for one in seeds])
+        x = np.mean([one[along] for one in seeds], axis=0)
+        curves[row] = (x, table.mean(0), table.std(0))
+    return curves
+
+
+def _plot(protocol: Protocol, axes: Any, curves: dict[str, Curve]) -> None:
+    places = list(protocol.rows)  # a row has one colour in all figures
+    for row, (x, mean, std) in curves.items():
+        at = places.index(row)
+        colour, style = COLOURS[at % len(COLOURS)], STYLES[at // len(COLOURS) % len(STYLES)]
+        thick = 1.4
+        if protocol.rows[row].plain:  # often under another curve: dashes let it through
+            style, thick = (0, (3, 2 + at % 3)), 2.0
+        axes.plot(x, mean, color=colour, linestyle=style, label=protocol.rows[row].title, linewidth=thick)
+        axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
+    axes.grid(alpha=0.3)
+
+
+def _legend(figure: Figure, axes: Any, columns: int = 3) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+
+
+def over_rounds(protocol: Protocol, out: Path, column: str) -> Figure | None:
+    """Mean accuracy (and loss) over rounds, mean and deviation over seeds."""
+    what = "pooled" if protocol.metric == "pooled" else "mean"
+    accuracy = _curves(protocol, out, column, what, "rounds")
+    if not accuracy:
+        return None
+    figure, (left, right) = _new(protocol, column, 11, 5, 2)
+    _plot(protocol, left, accuracy)
+    _plot(protocol, right, _curves(protocol, out, column, "loss", "rounds"))
+    left.set(xlabel="round", ylabel=f"{what} test accuracy")
+    right.set(xlabel="round", ylabel="mean test loss", yscale="log")
+    _legend(figure, left, 4)
+    return figure
+
+
+def over_bytes(protocol: Protocol, out: Path, column: str) -> Figure | None:
+    """Mean accuracy over bytes sent; what sends nothing is a level line."""
+    what = "pooled" if protocol.metric == "pooled" else "mean"
+    every = _curves(protocol, out, column, what, "sent")
+    sending = {row: curve for row, curve in every.items() if curve[0][-1] > 0}
+    if not sending:
+        return None
+    figure, (axes,) = _new(protocol, column)
+    _plot(protocol, axes, sending)
+    for row in every.keys() - sending.keys():
+        axes.axhline(every[row][1][-1], color="black", linestyle=":", label=f"{protocol.rows[row].title}, nothing sent")
+    axes.set(xlabel="bytes sent, both directions", ylabel=f"{what} test accuracy", xscale="log")
+    _legend(figure, axes)
+    return figure
+
+
+def branches(protocol: Protocol, out: Path, column: str) -> Figure | None:
+    """Accuracy against the number of branches (pFedMB, Figure 5)."""
+    x, mean, std = [], [], []
+    for row, one in protocol.rows.items():
+        each = [s["rules"][protocol.rule]["clients"] for s in found(protocol, out, column, row).values()]
+        values = [100 * np.nanmean(np.array(clients, dtype=float)) for clients in each]
+        if values:
+            x.append(one.settings["branches"])
+            mean.append(np.mean(values))
+            std.append(np.std(values))
+    if not x:
+        return None
+    figure, (axes,) = _new(protocol, column, 6, 4)
+    axes.errorbar(x, mean, yerr=std, marker="o", capsize=3, color=COLOURS[2])
+    axes.set(xlabel="branches B", ylabel="mean test accuracy (%)", xticks=x)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def correlations(change: np.ndarray, train: np.ndarray) -> tuple[float, float]:
+    """Of a matrix's column means with the clients' sizes, and of its row means with them."""
+    both = [float(np.corrcoef(change.mean(axis), train)[0, 1]) for axis in (0, 1)]
+    return both[0], both[1]
+
+
+def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
+    """The change of PGFed's matrix A from its start, and how it goes with clients' sizes (PGFed, Figure 3)."""
+    if protocol.own not in protocol.rows:
+        return None
+    one = cell(protocol, out, column, protocol.own, 0)
+    if not one.done:
+        return None
+    server = files.load_tree(one.folder / one.method / "server.safetensors")
+    change = server["alpha"].double().numpy() - 1 / len(server["ids"])
+    train = np.array([client["train"] for client in files.read_json(one.folder / "clients.json")["clients"]])
+    order = np.argsort(train)
+    change, train = change[np.ix_(order, order)], train[order]
+    of_columns, of_rows = correlations(change, train)
+    figure, axes = _new(protocol, column, 13, 4.4, 3)
+    limit = float(np.abs(change).max()) or 1.0
+    shown = axes[0].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
+    figure.colorbar(shown, ax=axes[0], shrink=0.85)
+    axes[0].set(
+        xlabel="client j, smallest first", ylabel="client i, smallest first", title="change of alpha_ij, seed 0"
+    )
+    titles = (
+        f"columns: how much j is used (r = {of_columns:+.2f})",
+        f"rows: how much i uses others (r = {of_rows:+.2f})",
+    )
+    for at, (panel, title) in enumerate(zip(axes[1:], titles, strict=True)):
+        panel.scatter(train, change.mean(at), s=14, color=COLOURS[2 - at])
+        panel.set(xlabel="training samples", ylabel="mean change")
+        panel.set_title(title, fontsize=10)
+        panel.grid(alpha=0.3)
+    return figure
+
+
+def alpha(protocol: Protocol, out: Path, column: str) -> Figure | None:
+    """Every client's weights of the branches over rounds (pFedMB, Figure 3), for the rows that were watched."""
+    kept = {}
+    for row in protocol.rows:
+        one = cell(protocol, out, column, row, 0)
+        if (one.folder / ALPHAS).exists():
+            kept[row] = np.array(files.read_json(one.folder / ALPHAS)["alpha"])  # [rounds, clients, branches]
+    if not kept:
+        return None
+    clients = next(iter(kept.values())).shape[1]
+    head = f"{protocol.title.partition(':')[0]}: weights of the branches, seed 0 (columns are clients)"
+    figure = Figure(figsize=(1.35 * clients, 2.1 * len(kept) + 0.8), layout="constrained")
+    figure.suptitle(("REDUCED settings, not the paper's\n" if protocol.label else "") + head, fontsize=10)
+    grid = figure.subplots(len(kept), clients, squeeze=False, sharex=True, sharey=True)
+    for line, (row, values) in zip(grid, kept.items(), strict=True):
+        pairs, distinct = clusters(values[-1])
+        for i, axes in enumerate(line):
+            for b in range(values.shape[2]):
+                axes.plot(np.arange(1, len(values) + 1), values[:, i, b], color=COLOURS[1 + b % 9], linewidth=1.2)
+            axes.set_title(str(i + 1), fontsize=8)
+            axes.tick_params(labelsize=7)
+        said = f"{protocol.rows[row].title}: {pairs:.0%} of pairs\non one branch, {distinct} branches in use"
+        line[0].set_ylabel(said, fontsize=6.5)
+    figure.supxlabel("round", fontsize=8)
+    return figure
+
+
+def clusters(alpha: np.ndarray) -> tuple[float, int]:
+    """(share of pairs of neighbours with the same largest weight, number of branches that are somebody's largest)."""
+    largest = alpha.argmax(1)
+    return float((largest[0::2] == largest[1::2]).mean()), len(set(largest.tolist()))

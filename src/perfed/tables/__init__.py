@@ -1,0 +1,1 @@
+"""The papers' tables, one command each: what was run there, run again, and both side by side."""

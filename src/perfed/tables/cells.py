@@ -1,0 +1,135 @@
+"""Runs the cells of a table: a column, a row and a seed are one run of one method, in a folder of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from perfed import __version__, files
+from perfed.config import Config, to_toml
+from perfed.core.errors import Problem
+from perfed.tables.protocol import Protocol
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    column: str
+    row: str
+    seed: int
+    method: str
+    folder: Path  # a run folder, once it has begun
+
+    @property
+    def done(self) -> bool:
+        """Whether the run is finished."""
+        return (self.folder / self.method / "result.json").exists()
+
+    @property
+    def record(self) -> Path:
+        """What was asked for, beside the folder."""
+        return self.folder.with_suffix(".json")
+
+
+def cell(protocol: Protocol, out: Path, column: str, row: str, seed: int) -> Cell:
+    """The run that this cell is read from: a longer one of the same settings where there is one."""
+    runs, longer = protocol.rows[row].runs, protocol.columns[column].same
+    make = lambda name: Cell(
+        name, runs, seed, protocol.rows[runs].method, out / protocol.cells / name / runs / f"seed_{seed}"
+    )
+    return make(longer) if longer and make(longer).done else make(column)
+
+
+def missing(protocol: Protocol, out: Path) -> Iterator[Cell]:
+    """Cells without a result, each once."""
+    seen = set()
+    for column in protocol.columns:
+        for seed in range(protocol.seeds):  # all methods of a seed before the next: what is there can be compared
+            for row in protocol.rows:
+                one = cell(protocol, out, column, row, seed)
+                if not one.done and one.folder not in seen:
+                    seen.add(one.folder)
+                    yield one
+
+
+def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, Any]) -> None:
+    """Run every missing cell, one after another; what was interrupted goes on from its checkpoint.
+
+    `how` is where and with what to compute (engine, device, data folder), which results do not depend on. This is the
+    one place where cells are run.
+    """
+    left = list(missing(protocol, out))
+    for at, one in enumerate(left):
+        if one.done:  # a longer run of this table has just made it superfluous
+            continue
+        title = f"{protocol.columns[one.column].title}, {protocol.rows[one.row].title}, seed {one.seed}"
+        console.print(f"[{at + 1}/{len(left)}] {title}", highlight=False, markup=False)
+        _carry_out(one, protocol.config(one.column, one.row, one.seed), how, console)
+        if protocol.rows[one.row].watch and one.seed == 0:
+            from perfed.tables.watch import alphas
+
+            alphas(one)
+
+
+def _carry_out(one: Cell, config: Config, how: dict[str, Any], console: Console) -> None:
+    from perfed.experiment import check_same, create, prepare, read_config, train
+
+    check_settings(one, config)
+    _write_record(one, config)
+    begun = (one.folder / "config.toml").exists()
+    if begun:
+        config = read_config(one.folder)
+    else:
+        run = {key: value for key, value in how.items() if key != "data_dir"}
+        data = dataclasses.replace(config.data, dir=how.get("data_dir"))
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, **run), data=data)
+    experiment = prepare(config)
+    if begun:
+        check_same(experiment, one.folder, lambda text: console.print(text, highlight=False))
+    else:
+        create(experiment, one.folder)
+    train(experiment, one.folder, console)
+
+
+def check_settings(one: Cell, config: Config) -> None:
+    """Refuse a cell that was begun with other settings; settings that perfed did not have then do not matter."""
+    if not one.record.exists():
+        return
+    was, now = (tomllib.loads(text) for text in (files.read_json(one.record)["config"], to_toml(config)))
+    for name, table in now.items():
+        if not isinstance(table, dict):
+            same = was.get(name) == table
+        else:
+            before = was.get(name, {})
+            same = all(before[key] == value for key, value in table.items() if key in before)
+        if not same:
+            raise Problem(f"'{one.folder}' was run with other settings ({name}): choose another --out, or remove it")
+
+
+def _write_record(one: Cell, config: Config) -> None:
+    if not one.record.exists():
+        one.folder.parent.mkdir(parents=True, exist_ok=True)
+        files.write_json(one.record, {"config": to_toml(config), "version": __version__, "commit": commit()})
+
+
+def commit() -> str:
+    """The commit of this checkout, with a + where files differ from it; empty for an installed package."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        try:
+            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
+        except OSError:
+            return ""
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    found = git("rev-parse", "--short", "HEAD")
+    return found + ("+" if found and git("status", "--porcelain", "--untracked-files=no", "--", "../..") else "")

@@ -1,0 +1,64 @@
+"""What a finished cell says: every client's accuracy under each rule, and the curves that figures are made of.
+
+Rules, each named in every output: `max`: the round with the highest mean TEST accuracy, which is how some papers
+report and is optimistic; `val`: the round with the highest mean validation accuracy; `last10`: the mean over the
+evaluations of the last ten rounds; `last`: the last round. The last three never look at test data to choose.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from perfed import files, metrics
+from perfed.core.errors import Problem
+from perfed.metrics import Curves
+from perfed.results import Run
+from perfed.tables.cells import Cell
+from perfed.tables.protocol import RULES
+
+LATE = 10  # rounds
+
+
+def picked(curve: Curves, rule: str) -> tuple[int | None, np.ndarray]:
+    """(the round, one accuracy per client); NaN where the rule needs validation samples and there are none."""
+    if rule == "last10":
+        return None, curve.test[curve.rounds > curve.rounds[-1] - LATE].mean(0)
+    if rule == "last":
+        return int(curve.rounds[-1]), curve.test[-1]
+    mean = curve.mean if rule == "max" else metrics.means(curve.val)
+    if np.isnan(mean).all():
+        return None, np.full(curve.test.shape[1], np.nan)
+    at = int(np.nanargmax(mean))  # the first, where several are equal
+    return int(curve.rounds[at]), curve.test[at]
+
+
+def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
+    """Everything a table needs of one cell, in plain values; kept beside the run, so that logs are read once."""
+    place = cell.folder / f"scores_{model}_{until or 'all'}.json"
+    if place.exists():
+        return files.read_json(place)
+    run = Run(cell.folder)
+    if model not in run.result(cell.method)["clients"][0]:
+        raise Problem(f"{cell.method} has no model '{model}' to score")
+    curve = metrics.curves(run, cell.method, model, until)
+    rounds, sent = metrics.traffic(run, cell.method)
+    environment = files.read_json(cell.folder / "env.json")
+    n = np.where(np.isnan(curve.test), 0, curve.samples)
+    plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
+    chosen = {rule: picked(curve, rule) for rule in RULES}
+    found = {
+        "samples": curve.samples.tolist(),
+        "rounds": curve.rounds.tolist(),
+        "mean": plain(curve.mean),
+        "pooled": plain((np.nan_to_num(curve.test) * n).sum(1) / n.sum(1)),
+        "loss": plain(metrics.means(curve.loss)),
+        "sent": [int(sent[rounds == r][0]) for r in curve.rounds],
+        "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
+        "system": metrics.system(run, cell.method, curve),
+        "machine": f"{environment['device']}, engine {environment['engine']}, torch {environment['versions']['torch']}",
+        **{key: files.read_json(cell.record)[key] for key in ("version", "commit")},
+    }
+    files.write_json(place, found)
+    return found

@@ -1,0 +1,239 @@
+"""The papers' tables: their files, their arithmetic, and one small table from end to end."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from perfed import catalog, metrics
+from perfed.core.errors import Problem
+from perfed.experiment import make_method
+from perfed.metrics import Curves
+from perfed.models import make_network
+from perfed.tables import agree, protocol, result, scores
+
+SHAPES = {
+    "cifar10": ((3, 32, 32), 10),
+    "cifar100": ((3, 32, 32), 100),
+    "mnist": ((1, 28, 28), 10),
+    "synthetic": ((60,), 10),
+    "digits": ((1, 8, 8), 10),
+}
+
+
+@pytest.mark.parametrize("name", protocol.names())
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_cell_of_a_file_is_a_valid_run(name, quick):
+    """Configurations are built and checked; nothing is trained."""
+    made = protocol.reduced(protocol.find(name), [], quick)
+    assert bool(made.label) == quick
+    seen = set()
+    for column in made.columns:
+        for row in made.rows:
+            config = made.config(column, row, 0)
+            assert config.run.baseline is False
+            kind = (config.data.name, config.methods, str(sorted(config.method.items())))
+            if kind not in seen:
+                seen.add(kind)
+                network = make_network(config.model, *SHAPES[config.data.name])
+                make_method(config, config.entries()[0], network, config.data.clients)
+    for row in made.rows.values():
+        for key, values in row.grid.items():
+            for value in values:
+                catalog.find(row.method).check({key: value})
+
+
+def test_published_numbers_are_where_they_belong():
+    table = protocol.find("pgfed-1")
+    assert table.number("pgfed", "c10-25") == (81.02, 0.41)
+    assert table.number("pgfedmo", "c100-100") == (35.76, 0.65)
+    assert table.number("pgfed-frozen", "c10-25") == (None, None)
+    assert protocol.find("pgfed-2").number("perfedavg", "c10-100") == (63, None)
+    assert protocol.find("pgfed-3").number("pgfed", "c100-25") == (9.34, 1.71)
+    assert protocol.find("pfedmb-2").number("pfedmb", "classes-50") == (86.73, None)
+    assert protocol.find("pfedmt-1").number("fedavg", "synthetic-mlr-100") == (None, None)  # a copying error there
+    assert protocol.find("pfedmt-1").number("pfedmt-pm", "synthetic-dnn-100") == (92.196, 1.59)
+
+
+def test_derived_tables_read_the_runs_of_another():
+    made = protocol.find("pgfed-2")
+    assert made.cells == "pgfed-1"
+    assert made.config("c10-25", "pgfed", 3) == protocol.find("pgfed-1").config("c10-25", "pgfed", 3)
+
+
+def test_settings_by_column():
+    made = protocol.find("pfedmt-1")
+    rate = lambda column: made.config(column, "pfedmt-gm", 0).method["pfedmt"]
+    assert (rate("mnist-mlr-600")["lam"], rate("mnist-mlr-600")["gamma"]) == (15.0, 0.1)
+    assert (rate("mnist-cnn-100")["lam"], rate("mnist-cnn-100")["gamma"]) == (3.0, 1.0)
+    assert made.config("mnist-mlr-100", "local", 0).run.rounds == 100
+
+
+def test_wrong_names_are_refused():
+    with pytest.raises(Problem, match=r"no table 'pgfed1'.*pgfed-1"):
+        protocol.find("pgfed1")
+    with pytest.raises(Problem, match="no column 'c10'"):
+        protocol.chosen(protocol.find("pgfed-1"), ["c10"], [], None)
+    with pytest.raises(Problem, match="no row 'pgfe'"):
+        protocol.chosen(protocol.find("pgfed-1"), [], ["pgfe"], None)
+    with pytest.raises(Problem, match="no setting 'rounds'"):
+        protocol.reduced(protocol.find("pgfed-1"), ["rounds=3"], False)
+
+
+def test_a_wrong_file_is_refused(tmp_path):
+    text = (protocol.folder() / "pfedmb-1.toml").read_text()
+    for old, new, says in (
+        ("paper = [87.26]", "paper = [87.26, 1.0]", "one number for each of 1 columns"),
+        ('rule = "val"', 'rule = "best"', "must be one of max, val"),
+        ('own = "pfedmb"', 'own = "pfedbm"', "not one of its rows"),
+        ("watch = true", "watched = true", "no setting 'watched'"),
+    ):
+        assert old in text
+        (tmp_path / "mine.toml").write_text(text.replace(old, new))
+        with pytest.raises(Problem, match=says):
+            protocol.find(str(tmp_path / "mine.toml"))
+
+
+def test_rows_that_read_other_rows_bring_them_along():
+    made = protocol.chosen(protocol.find("pfedmt-1"), ["mnist-mlr-600"], ["pfedme-gm"], 2)
+    assert list(made.rows) == ["pfedme-pm", "pfedme-gm"]
+    assert (made.seeds, made.own) == (2, "")
+
+
+# ------------------------------------------------------------------ arithmetic
+
+
+def curve():
+    """Three clients, of which the last has no test samples; four evaluations, the last two within ten rounds."""
+    test = np.array([[0.2, 0.4, np.nan], [0.9, 0.7, np.nan], [0.5, 0.5, np.nan], [0.6, 0.8, np.nan]])
+    val = np.array([[0.1, 0.1, 0.1], [0.2, 0.3, 0.1], [0.9, 0.8, 0.7], [0.5, 0.5, 0.5]])
+    return Curves(np.array([5, 10, 15, 20]), test, val, 1 - test, np.array([10, 30, 0]))
+
+
+def test_rules():
+    assert scores.picked(curve(), "max")[0] == 10
+    np.testing.assert_allclose(scores.picked(curve(), "max")[1], [0.9, 0.7, np.nan])
+    at, each = scores.picked(curve(), "val")
+    assert at == 15
+    np.testing.assert_allclose(each, [0.5, 0.5, np.nan])
+    np.testing.assert_allclose(scores.picked(curve(), "last10")[1], [0.55, 0.65, np.nan])  # rounds 15 and 20
+    assert scores.picked(curve(), "last")[0] == 20
+    without = dataclasses.replace(curve(), val=np.full((4, 3), np.nan))
+    assert scores.picked(without, "val")[0] is None
+
+
+def test_measures():
+    found = metrics.spread(np.array([0.5, 1.0, np.nan]), np.array([30, 10, 0]))
+    expected = {
+        "mean": 0.75,
+        "pooled": 0.625,
+        "std": 0.25,
+        "variance": 0.0625,
+        "p10": 0.55,
+        "worst10": 0.5,
+        "jain": 0.9,
+    }
+    assert found == pytest.approx(expected)
+    gained = metrics.gain(np.array([0.6, 0.5, np.nan]), np.array([0.5, 0.5, 0.1]))
+    assert gained == pytest.approx({"mean": 0.05, "std": 0.05, "positive": 0.5})
+    assert metrics.first_round(curve().rounds, curve().mean, 0.6) == 10
+    assert metrics.first_round(curve().rounds, curve().mean, 0.81) is None
+    assert metrics.area(np.array([1, 2, 4]), np.array([0.0, 1.0, 1.0])) == pytest.approx(2.5 / 3)
+
+
+def test_ranks_against_scipy_and_by_hand():
+    from scipy.stats import kendalltau, spearmanr
+
+    a, b = np.array([1.0, 2.0, 2.0, 4.0, 7.0]), np.array([2.0, 1.0, 3.0, 3.0, 9.0])
+    assert agree.ranks(a).tolist() == [1, 2.5, 2.5, 4, 5]
+    assert agree.spearman(a, b) == pytest.approx(spearmanr(a, b).statistic)
+    assert agree.kendall(a, b) == pytest.approx(kendalltau(a, b).statistic)
+    assert agree.kendall(np.array([1.0, 2, 3]), np.array([1.0, 3, 2])) == pytest.approx(1 / 3)
+    assert agree.same_order(a, b) == (7, 9)  # (0,1) is the other way round, (2,3) is level in b
+    assert agree.spearman(a, np.ones(5)) is None
+
+
+def test_intervals_by_hand():
+    """Constant differences have no width; two clients that differ give the range of their resampled means."""
+    assert agree.interval(np.full((3, 4), 1.5), crossed=True) == (1.5, 1.5)
+    assert agree.interval(np.array([[0.0, 1.0]]), crossed=True) == (0.0, 1.0)  # each with probability 1 / 4
+    assert agree.interval(np.array([[2.0, np.nan]]), crossed=False)[1] == 2.0
+    wide = agree.interval(np.array([[0.0, 1.0]] * 8), crossed=True)  # the same clients under every seed: no narrower
+    narrow = agree.interval(np.array([[0.0, 1.0]] * 8), crossed=False)
+    assert wide == (0.0, 1.0)
+    assert 0.0 < narrow[0] < 0.5 < narrow[1] < 1.0
+
+
+def test_passes_are_counted():
+    """[gradients, forwards] per training sample, per validation sample, and regardless of both."""
+    count = lambda name, **settings: [x.tolist() for x in metrics.passes(name, tuple(settings.items()))]
+    assert count("fedavg", epochs=3) == [[3, 0], [0, 0], [0, 0]]
+    assert count("pgfed", epochs=3) == [[4, 0], [0, 0], [0, 0]]  # one more for the gradient that is sent
+    assert count("pfedmb", epochs=3) == [[6, 0], [0, 0], [0, 0]]
+    assert count("ifca", epochs=3, clusters=2) == [[3, 2], [0, 0], [0, 0]]
+    assert count("pfedmt", K=3, L=4, batch_size=5) == [[0, 0], [0, 0], [60, 0]]
+    assert count("fedfomo", epochs=1, downloads=2) == [[1, 4], [0, 4], [0, 0]]
+
+
+# ------------------------------------------------------------------ from end to end
+
+TINY = ["--set", "run.rounds=2", "--set", "data.clients=4", "--set", "train.epochs=1", "--engine", "sequential"]
+
+
+@pytest.mark.slow
+def test_a_small_table_is_run_once_and_read_back(tmp_path, monkeypatch, capsys):
+    from perfed import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        monkeypatch.setattr("sys.argv", ["perfed", "table", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 0, capsys.readouterr().err
+        return capsys.readouterr()
+
+    words = ["pgfed-1", "--quick", "--methods", "local,fedavg,pgfed", "--seeds", "1", *TINY]
+    out = json.loads(call(*words, "--json").out)
+    assert "REDUCED" in out["label"]
+    lines = {line["row"]: line for line in out["lines"]}
+    assert lines["pgfed"]["seeds"] == 1
+    assert lines["pgfed"]["difference"] is None  # other settings than the paper's
+    assert lines["pgfed"]["flops"] > lines["fedavg"]["flops"] > 0
+    assert lines["local"]["gain"] == 0
+    for kind in ("csv", "md", "json"):
+        assert "REDUCED" in (tmp_path / f"runs/tables/pgfed-1-reduced.{kind}").read_text()
+    read = result.from_csv(tmp_path / "runs/tables/pgfed-1-reduced.csv")
+    assert [{k: v for k, v in line.items() if k != "plain"} for line in read] == [
+        {k: v for k, v in line.items() if k != "plain"} for line in out["lines"]
+    ]
+
+    monkeypatch.setattr("perfed.experiment.train", lambda *_: pytest.fail("a finished cell was run again"))
+    again = json.loads(call(*words, "--json").out)
+    assert [line["value"] for line in again["lines"]] == [line["value"] for line in out["lines"]]
+    shown = call("pgfed-1", "--quick", "--methods", "local,pgfed,apfl", "--seeds", "1", "--only-report", *TINY).out
+    assert "not run" in shown  # APFL
+    gains = json.loads(call("pgfed-3", "--quick", "--seeds", "1", "--only-report", "--json", *TINY).out)["lines"]
+    assert {line["row"]: line["value"] for line in gains}["pgfed"] == pytest.approx(lines["pgfed"]["gain"])
+
+
+def test_other_settings_in_the_same_folder_are_refused(tmp_path):
+    from rich.console import Console
+
+    from perfed.tables.cells import carry_out
+
+    made = protocol.reduced(protocol.find("pgfed-1"), ["run.rounds=1", "data.clients=4", "train.epochs=1"], True)
+    made = protocol.chosen(made, [], ["local"], 1)
+    how = {"engine": "sequential", "device": "cpu"}
+    carry_out(made, tmp_path, Console(quiet=True), how)
+    (line,) = result.lines(made, tmp_path)
+    assert line["seeds"] == 1
+    other = protocol.reduced(protocol.find("pgfed-1"), ["run.rounds=2", "data.clients=4", "train.epochs=1"], True)
+    other = protocol.chosen(other, [], ["local"], 1)
+    with pytest.raises(Problem, match="was run with other settings"):
+        result.lines(other, tmp_path)
+    (result_file,) = tmp_path.rglob("result.json")
+    result_file.unlink()
+    with pytest.raises(Problem, match="was run with other settings"):
+        carry_out(other, tmp_path, Console(quiet=True), how)
