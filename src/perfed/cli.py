@@ -227,6 +227,7 @@ def compare(
     config: ConfigFile = None,
     sets: Sets = None,
     seeds: Annotated[int, typer.Option(help="How many seeds, counted up from --seed.", min=1, max=1000)] = 3,
+    metrics: Annotated[bool, typer.Option("--metrics", help="Also spread, fairness, convergence and cost.")] = False,
     out: Out = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -240,10 +241,10 @@ def compare(
 
     folder = create(made, seeds, out)
     with _interruptible(lambda: folder):
-        _compared(folder, console, json)
+        _compared(folder, console, json, metrics)
 
 
-def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
+def _compared(folder: Path, console: Console, json_wanted: bool, more: bool = False) -> None:
     from perfed.compare import HEADINGS, carry_out, lines
     from perfed.report.tables import between_servers, rich_table
 
@@ -253,6 +254,13 @@ def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
     talk.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
     for line in between_servers(result["methods"]):
         talk.print(line, highlight=False, soft_wrap=True)
+    if more:
+        from perfed import metrics
+        from perfed.results import Run
+
+        result["metrics"] = metrics.of_runs([Run(place) for place in result["methods"][0]["runs"]])
+        talk.print()
+        talk.print(rich_table(*metrics.as_lines(result["metrics"])), soft_wrap=False)
     talk.print(f"\nreport   {folder / 'compare.md'}")
     if json_wanted:
         _print_json(result)
@@ -293,7 +301,8 @@ def table(
     from perfed.tables.make import make
 
     told = " ".join(["perfed", *sys.argv[1:]])  # where data and runs are on this machine is nobody else's business
-    console, command = _console(json, quiet), re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
+    command = re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
+    console = _console(json, quiet)
     how = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
     with _interruptible(lambda: None):
         lines, written = make(made, out, console, only_report=only_report, command=command, how=how)

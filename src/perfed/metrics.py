@@ -286,3 +286,9 @@ def average(found: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             out[key] = value if value is not None and all(v == value for v in values) else None
     return out
+
+
+def of_runs(runs: list[Run], target: float | None = None) -> list[dict[str, Any]]:
+    """One summary per method, mean over runs that differ in their seed alone."""
+    every = [[{"title": e.title, **summary(run, name, target)} for name, e in run.entries.items()] for run in runs]
+    return [average(list(one)) for one in zip(*every, strict=True)]
