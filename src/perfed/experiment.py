@@ -44,7 +44,7 @@ from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.datasets import load
-from perfed.engines import make_engine, pick_device, pick_engine
+from perfed.engines import can_record, make_engine, pick_device, pick_engine
 from perfed.federation import Federation, cohort_size
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
@@ -94,6 +94,7 @@ def prepare(config: Config) -> Experiment:
     """Load data, build the network, make every method once: what is wrong is found before anything is written."""
     torch.set_num_threads(THREADS)
     torch.backends.cudnn.deterministic = True  # or a GPU gives another result every time
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.run.tf32
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
@@ -257,6 +258,8 @@ def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, consol
     method = experiment.method(entry)
     if experiment.engine == "vectorised" and not method.vectorised:
         console.print(f"{entry.name} cannot be vectorised: its clients run one by one", highlight=False)
+    if experiment.device.startswith("cuda") and run.fast and not run.compile and not can_record(run, "cuda"):
+        console.print("Triton is not installed: steps run as they are, several times slower", highlight=False)
     if run.compile and experiment.device.startswith("cuda") and method.model.keyed:
         console.print("steps with dropout are not compiled on a GPU: they run as they are", highlight=False)
     every_model = run.save_models == "all" or (run.save_models == "auto" and len(experiment.clients) <= MANY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
-from perfed.core.messages import count_bytes, reduce
+from perfed.core.messages import Down, count_bytes, reduce
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.tree import leaves, rows, send, tree_map
-from perfed.engines.base import Engine, Uploads, Values
+from perfed.engines.base import Engine, Scores, Uploads, Values
+from perfed.engines.vectorised import Together
 from perfed.states import States
 
 DIVERGED, BAD_WEIGHT = 0, 1  # what can be wrong with an upload
@@ -82,24 +83,41 @@ class Federation:
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """One round; returns who took part."""
-        ids = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
-        rows_of = send(torch.tensor(ids), self.method.model.device)
+        ids = self.begin(cohort)
         for exchange in range(self.method.exchanges):
-            down = self.method.broadcast(self.server, rows_of)
-            states, up = self.engine.train(self.round + 1, exchange, ids, self.states.take(ids), down)
-            self._inspect(rows_of, states, up)
-            if not rows_of.is_cuda:
-                self.check()
-            self._count(len(ids), down, up)
-            self.server = self.method.aggregate(
-                self.server, reduce(rows_of, up.mean, up.own, up.weight, up.group, self.method.groups)
-            )
-            self.states.put(ids, states)
+            asked = self.ask(ids)
+            self.receive(asked, *self.engine.train(self.round + 1, exchange, *asked))
+        self.end()
+        return ids
+
+    def begin(self, cohort: Iterable[int] | None = None) -> list[int]:
+        """Who takes part in the next round."""
+        return self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
+
+    def ask(self, ids: list[int]) -> tuple[list[int], State, Down]:
+        """An exchange as an engine wants it: clients, their states, what they receive."""
+        down = self.method.broadcast(self.server, send(torch.tensor(ids), self.method.model.device))
+        return ids, self.states.take(ids), down
+
+    def receive(self, asked: tuple[list[int], State, Down], states: State, up: Uploads) -> None:
+        """What an exchange gave: counted, looked at, and made into the server's and the clients' new states."""
+        ids, _, down = asked
+        rows_of = send(torch.tensor(ids), self.method.model.device)
+        self._inspect(rows_of, states, up)
+        if not rows_of.is_cuda:
+            self.check()
+        self._count(len(ids), down, up)
+        self.server = self.method.aggregate(
+            self.server, reduce(rows_of, up.mean, up.own, up.weight, up.group, self.method.groups)
+        )
+        self.states.put(ids, states)
+
+    def end(self) -> None:
+        """A round is over."""
         for name, numbers in self.method.extra_traffic(self.server).items():
             sent = numbers * self.method.model.dtype.itemsize
             self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
         self.round += 1
-        return ids
 
     def state(self, id: int) -> State:
         """A client's private state; that of a client that never took part is the initial one."""
@@ -115,16 +133,25 @@ class Federation:
                     save(id, shared)
             return values
         pieces = []
-        for first in range(0, len(self.clients), EVALUATED_AT_ONCE):
-            ids = list(range(first, min(first + EVALUATED_AT_ONCE, len(self.clients))))
-            down = self.method.show(self.server, send(torch.tensor(ids), self.method.model.device))
-            states = self.states.take(ids)
-            found = self.engine.evaluate(self.round, ids, states, down, keep=save is not None)
-            if save is not None:
-                for row, id in enumerate(ids):
-                    save(id, rows(found.models, row))
+        for ids in pieces_of(len(self.clients)):
+            found = self.engine.evaluate(self.round, *self.show(ids), keep=save is not None)
+            self._save(ids, found, save)
             pieces.append(found.values)
         return tree_map(lambda *t: torch.cat(t).cpu(), *pieces)
+
+    def show(self, ids: list[int]) -> tuple[list[int], State, Down]:
+        """An evaluation as an engine wants it."""
+        return (
+            ids,
+            self.states.take(ids),
+            self.method.show(self.server, send(torch.tensor(ids), self.method.model.device)),
+        )
+
+    @staticmethod
+    def _save(ids: list[int], found: Scores, save: Callable[[int, dict[str, Tensor]], None] | None) -> None:
+        if save is not None:
+            for row, id in enumerate(ids):
+                save(id, rows(found.models, row))
 
     def shared(self) -> dict[str, Tensor] | None:
         """The model(s) that all clients predict with, where they are the same for all."""
@@ -168,3 +195,42 @@ class Federation:
             f"training diverged: {who} has numbers that are not finite in round {round} of {name}; "
             f"a smaller lr (now {self.method.lr:g}) helps"
         )
+
+
+def pieces_of(count: int) -> list[list[int]]:
+    """Clients that are evaluated together."""
+    step = EVALUATED_AT_ONCE
+    return [list(range(first, min(first + step, count))) for first in range(0, count, step)]
+
+
+def step_together(federations: Sequence[Federation], engine: Together) -> list[list[int]]:
+    """One round of several runs, whose cohorts are one batch."""
+    cohorts = [f.begin() for f in federations]
+    for exchange in range(federations[0].method.exchanges):
+        asked = [f.ask(ids) for f, ids in zip(federations, cohorts, strict=True)]
+        answers = engine.train(federations[0].round + 1, exchange, asked)
+        for f, ask, answer in zip(federations, asked, answers, strict=True):
+            f.receive(ask, *answer)
+    for f in federations:
+        f.end()
+    return cohorts
+
+
+def evaluate_together(
+    federations: Sequence[Federation],
+    engine: Together,
+    savers: Sequence[Callable[[int, dict[str, Tensor]], None]] | None = None,
+) -> list[Values]:
+    """The evaluation of several runs."""
+    each: Sequence[Any] = savers or [None] * len(federations)
+    if any(f.shared() is not None for f in federations):  # one model for all clients is quick to score as it is
+        return [f.evaluate(save) for f, save in zip(federations, each, strict=True)]
+    pieces: list[list[Values]] = [[] for _ in federations]
+    for f in federations:
+        f.check()
+    for ids in pieces_of(len(federations[0].clients)):
+        scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep=savers is not None)
+        for at, (f, found) in enumerate(zip(federations, scores, strict=True)):
+            f._save(ids, found, each[at])
+            pieces[at].append(found.values)
+    return [tree_map(lambda *t: torch.cat(t).cpu(), *values) for values in pieces]

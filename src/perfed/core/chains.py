@@ -6,10 +6,9 @@ maximum of a window before its ReLU (the two commute), so that ReLU sees a quart
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from perfed.core.layers import Drop, Norm
+from perfed.core import layers
+from perfed.core.fast import covered
 
 Pool = Literal["max", "avg"] | None
 
@@ -43,25 +43,6 @@ class Conv(nn.Module):
         if self.relu:
             x = F.relu(x)
         return F.avg_pool2d(x, 2) if self.pool == "avg" else x
-
-
-_FAST = False  # whether a block is being run with kernels of its own
-
-
-@contextlib.contextmanager
-def fast() -> Iterator[None]:
-    """Inside, layers of a block under vmap use the kernels for a whole cohort where these cover them."""
-    global _FAST
-    before, _FAST = _FAST, True
-    try:
-        yield
-    finally:
-        _FAST = before
-
-
-def covered(*tensors: Tensor) -> bool:
-    """Whether the cohort's kernels may be used for these: a block of float32 numbers, in a fast engine."""
-    return _FAST and tensors[0].dtype == torch.float32 and any(map(is_functorch_wrapped_tensor, tensors))
 
 
 def batched(layer: Conv, x: Tensor) -> Tensor | None:
@@ -117,7 +98,12 @@ def hooked(module: nn.Module) -> bool:
 
 
 def _torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") or isinstance(module, Norm | Drop | Conv)
+    return type(module).__module__.startswith("torch.nn.") or _ours(module)
+
+
+def _ours(module: nn.Module) -> bool:
+    """Whether this is a layer of perfed's, swapped in: its code takes any layout and is not looked into."""
+    return type(module).__module__ in (layers.__name__, __name__)
 
 
 # ---------------------------------------------------------------------- rewriting a network
@@ -130,7 +116,7 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Hooks belong to calls of modules: one that is looked into is no longer called.
-        return module_qualified_name == self.head or hooked(m) or isinstance(m, Norm | Drop | Conv) or self._stock(m)
+        return module_qualified_name == self.head or hooked(m) or _ours(m) or self._stock(m)
 
     def _stock(self, m: nn.Module) -> bool:
         return super().is_leaf_module(m, "")

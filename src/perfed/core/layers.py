@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem
+from perfed.core.fast import covered
 from perfed.core.random import derive, uniform
 
 
@@ -66,15 +69,37 @@ class Drop(nn.Module):
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1
-        keep = uniform(derive(self.key, self.salt, self.calls), shape, x.dtype) >= self.p
+        key = derive(self.key, self.salt, self.calls)
+        if covered(x, key):
+            from perfed.core import kernels
+
+            keep = kernels.uniform(key, math.prod(shape)).reshape(shape) >= self.p
+        else:
+            keep = uniform(key, shape, x.dtype) >= self.p
         return x * keep / (1 - self.p)
+
+
+class Groups(nn.GroupNorm):
+    """GroupNorm, which a block of clients does in one kernel, in the layout of the convolutions around it."""
+
+    def __init__(self, old: nn.GroupNorm):
+        super().__init__(old.num_groups, old.num_channels, old.eps, affine=False)
+        self.affine, self.weight, self.bias = old.affine, old.weight, old.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.affine and covered(input, self.weight) and input.dim() == 4:
+            from perfed.core import kernels
+
+            if kernels.can_normalise(self.num_groups, *input.shape[1:]):
+                return kernels.group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
+        return super().forward(input)
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 def swap(module: nn.Module) -> nn.Module:
-    """The same network with our Norm and Drop in place of BatchNorm and Dropout."""
+    """The same network with our Norm, Drop and Groups in place of BatchNorm, Dropout and GroupNorm."""
     made: dict[nn.Module, nn.Module] = {}  # a module may stand in several places and stays one module
 
     def walk(parent: nn.Module) -> None:
@@ -86,6 +111,8 @@ def swap(module: nn.Module) -> nn.Module:
             elif isinstance(child, _DROPOUT):
                 drop = made.get(child) or Drop(child.p, len(made) + 1, not isinstance(child, nn.Dropout))
                 parent._modules[name] = made[child] = drop
+            elif type(child) is nn.GroupNorm:
+                parent._modules[name] = made.setdefault(child, Groups(child))
             elif isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
                 raise Problem(f"the model uses {type(child).__name__}, which has no keyed form here: use Dropout")
             else:

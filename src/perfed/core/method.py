@@ -6,11 +6,12 @@ tensor, no `.item()`, no writing into inputs, the same shapes for every client, 
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -189,6 +190,12 @@ class Method(ABC):
             loss = torch.nn.functional.cross_entropy(logits, batch.y, reduction="none")
             out[name] = {"loss": loss, "accuracy": (logits.argmax(-1) == batch.y).to(loss.dtype)}
         return out
+
+    def at_rate(self, lr: float) -> Self:
+        """The same method with another learning rate, for a phase of its own."""
+        other = copy.copy(self)
+        object.__setattr__(other, "lr", lr)  # frozen for everybody else
+        return other
 
     def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         """Mean loss and accuracy of each model on a batch."""

@@ -23,6 +23,7 @@ from torch.func import grad as functional_grad
 
 from perfed.core import chains, straight
 from perfed.core.errors import Problem
+from perfed.core.fast import covered
 from perfed.core.layers import Drop, Norm, swap
 
 ALIGN = 4
@@ -39,7 +40,7 @@ class Batch(NamedTuple):
 
 def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     """The loss of each sample."""
-    if chains.covered(out):
+    if covered(out):
         from perfed.core import kernels
 
         return kernels.cross_entropy(out, y)
@@ -122,6 +123,7 @@ class Model:
         self.width = -(-self.size // ALIGN) * ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]
         self._inits: dict[int, Tensor] = {}
+        self.seeds: tuple[int, ...] = ()  # of runs that train together
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
         self._name_parts(net, head, frozen)
@@ -190,8 +192,13 @@ class Model:
             torch.manual_seed(seed)
             return self.build()
 
-    def init(self, seed: int) -> Tensor:
+    def init(self, seed: int | Tensor) -> Tensor:
         """Theta of a freshly built network; the same seed gives the same numbers."""
+        if isinstance(seed, Tensor):  # inside a batch of several runs: one of those that `seeds` names
+            known = torch.tensor(self.seeds, device=self.device)
+            return torch.stack([self.init(s) for s in self.seeds]).index_select(
+                0, (known == seed).int().argmax(0, True)
+            )[0]
         if seed not in self._inits:
             self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()

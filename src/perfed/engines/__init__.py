@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from perfed.core.errors import Problem
@@ -56,6 +57,11 @@ def pick_engine(run: RunConfig, device: str, cohort: int) -> str:
     return "workers" if hasattr(os, "fork") and min(run.workers or cores(), cohort) > 1 else "sequential"
 
 
+def can_record(run: RunConfig, device: str) -> bool:
+    """Whether steps are recorded and use kernels of our own: on a GPU, with Triton, unless switched off."""
+    return device.startswith("cuda") and run.fast and not run.compile and find_spec("triton") is not None
+
+
 def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> Engine:
     """An engine for one method."""
     from perfed.engines.sequential import Sequential
@@ -66,5 +72,6 @@ def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> 
         return Workers(method, clients, seed=run.seed, workers=run.workers)
     if name == "vectorised" and method.vectorised:
         few = tuple(2**power for power in range(13)) if run.compile else ()  # every number of rows compiles anew
-        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile, sizes=few)
+        fast = can_record(run, str(method.model.device))
+        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile, sizes=few, fast=fast)
     return Sequential(method, clients, seed=run.seed)

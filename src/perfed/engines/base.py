@@ -47,6 +47,11 @@ class Scores(NamedTuple):
     values: Values
 
 
+def uploads(out: dict[str, Any]) -> tuple[State, Uploads]:
+    """What an exchange gave, from the results of its task."""
+    return out["state"], Uploads(out["mean"], out["own"], out["weight"], out.get("group"))
+
+
 class Engine(ABC):
     """How a round is carried out."""
 
@@ -58,17 +63,17 @@ class Engine(ABC):
 
     def train(self, round: int, exchange: int, ids: Sequence[int], states: State, down: Down) -> tuple[State, Uploads]:
         """One exchange: every client's `local`, with its row of `states` and of `down.own`; returns the new rows."""
-        out = self._each(_Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down)
-        return out["state"], Uploads(out["mean"], out["own"], out["weight"], out.get("group"))
+        out = self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down)
+        return uploads(out)
 
     def evaluate(self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False) -> Scores:
         """Every client's model(s), and their scores on the client's own validation and test samples."""
-        out = self._each(_Evaluation(self.method, self.splits, keep), self.key(PERSONALISE, round), ids, states, down)
+        out = self._each(Evaluation(self.method, self.splits, keep), self.key(PERSONALISE, round), ids, states, down)
         return Scores(out["models"], out["values"])
 
     def models(self, round: int, ids: Sequence[int], states: State, down: Down) -> dict[str, Tensor]:
         """Every client's model(s), not scored."""
-        return self._each(_Evaluation(self.method, (), True), self.key(PERSONALISE, round), ids, states, down)["models"]
+        return self._each(Evaluation(self.method, (), True), self.key(PERSONALISE, round), ids, states, down)["models"]
 
     def score_all(self, models: dict[str, Tensor]) -> Values:
         """Scores of models that all clients share: their samples in large pieces, then means for each client."""
@@ -133,7 +138,9 @@ class Engine(ABC):
 Task = Callable[[State, Down, Data, Tensor], dict[str, Any]]
 
 
-class _Training(NamedTuple):
+class Training(NamedTuple):
+    """A client's part in an exchange."""
+
     method: Method
     wire: Transform
 
@@ -147,7 +154,9 @@ class _Training(NamedTuple):
         return out if up.group is None else {**out, "group": up.group}
 
 
-class _Evaluation(NamedTuple):
+class Evaluation(NamedTuple):
+    """A client's model(s) and what they score."""
+
     method: Method
     splits: tuple[str, ...]
     keep: bool

@@ -8,9 +8,11 @@ partial last batch carries sample weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,12 +21,25 @@ from torch.func import vmap
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
+from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import derive, shuffle
-from perfed.core.tree import flatten, leaves, rows, tree_map, unflatten
-from perfed.engines.base import Engine, Task
+from perfed.core.random import PERSONALISE, TRAIN, derive, shuffle
+from perfed.core.tree import flatten, leaves, send, tree_map, unflatten
+from perfed.engines.base import Engine, Evaluation, Scores, Task, Training, Uploads, uploads
+
+if TYPE_CHECKING:
+    from perfed.engines.graphs import Loop, Recorder
+
+EXACT = 32  # up to so many active clients there is a record for each number
+PIECE = 128  # samples per client in one recorded piece of a mean
+
+
+def _recorder() -> Recorder:
+    from perfed.engines.graphs import Recorder  # needs Triton
+
+    return Recorder()
 
 
 class Vectorised(Engine):
@@ -40,11 +55,12 @@ class Vectorised(Engine):
         block: int = 0,
         compile: bool | str = False,
         sizes: Sequence[int] = (),
+        fast: bool = False,
         **options: Any,
     ):
         super().__init__(method, clients.to(method.model.device), **options)
         self.block = block  # clients per block; 0 is the whole cohort
-        self.runner = Runner(compile, tuple(sorted(sizes)))
+        self.runner = Runner(compile, tuple(sorted(sizes)), _recorder() if fast else None)
 
     @property
     def useful(self) -> float:
@@ -52,27 +68,124 @@ class Vectorised(Engine):
         return self.runner.useful / max(self.runner.executed, 1)
 
     def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+        return self._all([Part(self, task, key, ids, states, down)])[0]
+
+    def _all(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Results of every part; the clients of all parts are rows of the same blocks."""
         size = self.clients.train.size
-        order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # alike clients share a block
-        step = self.block or len(order)
-        blocks = [order[first : first + step] for first in range(0, len(order), step)]
-        out = [self._block(task, key, [ids[r] for r in b], rows(states, b), _own(down, b)) for b in blocks]
-        back = torch.tensor(order).argsort()
-        return tree_map(lambda *t: torch.cat(t)[back.to(t[0].device)], *out)
+        rows = [(at, row) for at, part in enumerate(parts) for row in range(len(part.ids))]
+        rows.sort(key=lambda r: -size[parts[r[0]].ids[r[1]]])  # alike clients share a block
+        step = self.block or len(rows)
+        blocks = [rows[first : first + step] for first in range(0, len(rows), step)]
+        out = [self._block(parts, block) for block in blocks]
+        joined = tree_map(lambda *t: t[0] if len(t) == 1 else torch.cat(t), *out)
+        found = []
+        for at, part in enumerate(parts):
+            place = {row: k for k, (p, row) in enumerate(rows) if p == at}
+            back = self._send(torch.tensor([place[row] for row in range(len(part.ids))]))
+            found.append(tree_map(lambda t, b=back: t.index_select(0, b), joined))
+        return found
 
-    def _block(self, task: Task, key: Tensor, ids: list[int], states: State, down: Down) -> dict[str, Any]:
-        m, block = self.method, Block(self.clients, tuple(ids), self.runner, self.method.model.dtype)
-        keys = derive(key, torch.tensor(ids, device=key.device))
+    def _send(self, numbers: Tensor) -> Tensor:
+        return send(numbers, self.method.model.device)
 
-        def one(state: State, own: Any, key: Tensor, size: dict[str, Tensor]) -> dict[str, Any]:
-            return task(state, Down(down.shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
+    def _block(self, parts: Sequence[Part], rows: list[tuple[int, int]]) -> dict[str, Any]:
+        m, task = self.method, parts[0].task
+        ids = [parts[at].ids[row] for at, row in rows]
+        where, whose = self._send(torch.tensor(ids)), self._send(torch.tensor([at for at, _ in rows]))
+        first = [0, *accumulate(len(part.ids) for part in parts)]
+        row = self._send(torch.tensor([first[at] + row for at, row in rows]))  # of all parts' rows, one after another
+        take = lambda trees: tree_map(lambda *t: (t[0] if len(t) == 1 else torch.cat(t)).index_select(0, row), *trees)
+        block = Block(self.clients, tuple(ids), where, self.runner, m.model.dtype)
+        states, own = take([part.states for part in parts]), take([part.down.own for part in parts])
+        keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
+        varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
+        shared = parts[0].down.shared  # the same for all rows, where there is one part
+        if len(parts) > 1:
+            shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(p.down.shared for p in parts))
+
+        def one(state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], shared: Any) -> Any:
+            mine = task._replace(method=holding(m, varied))
+            return mine(state, Down(shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
-        return vmap(one)(states, down.own, keys, sizes)
+        dims = (0, 0, 0, 0, 0, None if len(parts) == 1 else 0)
+        return vmap(one, in_dims=dims)(states, own, keys, sizes, varied, shared)
 
 
-def _own(down: Down, block: list[int]) -> Down:
-    return Down(down.shared, rows(down.own, block))
+@dataclass(frozen=True)
+class Part:
+    """What one run asks for: its method's work for some clients."""
+
+    engine: Engine
+    task: Any
+    key: Tensor
+    ids: Sequence[int]
+    states: State
+    down: Down
+
+
+class Together:
+    """Several runs of one experiment, alike but for their seeds or learning rates, whose cohorts train as one."""
+
+    def __init__(self, engines: Sequence[Vectorised]):
+        self.engines, self.first = list(engines), engines[0]
+        for other in engines[1:]:
+            if other.clients is not self.first.clients and not _same_samples(other.clients, self.first.clients):
+                raise Problem("runs that train together need the same clients: set data.partition_seed")
+        _varied([engine.method for engine in engines])
+        self.first.method.model.seeds = tuple(engine.method.seed for engine in engines)
+
+    def train(self, round: int, exchange: int, asked: Sequence[Asked]) -> list[tuple[State, Uploads]]:
+        """One exchange of every run."""
+        parts = [
+            Part(e, Training(self.first.method, e.wire), e.key(TRAIN, round, exchange), *ask)
+            for e, ask in zip(self.engines, asked, strict=True)
+        ]
+        return [uploads(out) for out in self.first._all(parts)]
+
+    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False) -> list[Scores]:
+        """Every run's models and their scores."""
+        task = Evaluation(self.first.method, self.first.splits, keep)
+        parts = [Part(e, task, e.key(PERSONALISE, round), *ask) for e, ask in zip(self.engines, asked, strict=True)]
+        return [Scores(out["models"], out["values"]) for out in self.first._all(parts)]
+
+
+Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
+
+
+def _same_samples(one: Clients, two: Clients) -> bool:
+    pairs = [(one.split(name), two.split(name)) for name in SPLITS]
+    return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)
+
+
+def _varied(methods: Sequence[Method]) -> dict[str, Tensor]:
+    """The settings in which these differ, one number for each; refuses what cannot differ inside one batch."""
+    first, out = methods[0], {}
+    for f in fields(first):
+        values = [getattr(m, f.name) for m in methods]
+        if f.name == "model" or all(v == values[0] for v in values):
+            continue
+        if type(first) is not type(methods[-1]) or f.name not in ("seed", "lr"):
+            raise Problem(f"runs that train together may differ in seed and lr only, not in {f.name}")
+        kind = torch.int64 if f.name == "seed" else first.model.dtype
+        out[f.name] = torch.tensor(values, dtype=kind, device=first.model.device)
+    return out
+
+
+def holding(method: Method, tensors: dict[str, Tensor]) -> Method:
+    """The method with tensors in place of some settings."""
+    if not tensors:
+        return method
+    held = copy.copy(method)
+    for name, tensor in tensors.items():
+        object.__setattr__(held, name, tensor)  # frozen for everybody else
+    return held
+
+
+def held_by(method: Any) -> dict[str, Tensor]:
+    """Settings that are tensors: they must pass through the engine like everything that differs between clients."""
+    return {name: value for name, value in vars(method).items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
@@ -81,6 +194,7 @@ class Block:
 
     clients: Clients
     ids: tuple[int, ...]
+    where: Tensor  # the ids on the device
     runner: Runner
     dtype: torch.dtype
 
@@ -90,12 +204,11 @@ class Block:
 
     def sizes(self, split: str) -> Tensor:
         """The same on the device."""
-        return torch.tensor(self.size(split), device=self.clients.train.y.device)
+        return self.clients.split(split).sizes.index_select(0, self.where)
 
     def start(self, split: str) -> Tensor:
         """First row of each client."""
-        start = self.clients.split(split).start
-        return torch.tensor([start[id] for id in self.ids], device=self.clients.train.y.device)
+        return self.clients.split(split).starts.index_select(0, self.where)
 
     def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """Samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
@@ -116,13 +229,13 @@ class BlockData(Data):
         return self.sizes[split]
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
-        inside, form = flatten((carry, given))
+        inside, form = flatten((carry, (given, held_by(check_step(step)[1]))))
         carried, carry_form = flatten(carry)
         out = _Fold.apply(self.block, step, form, len(carried), plan, self.key, *inside)
         return unflatten(list(out), carry_form)
 
     def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
-        inside, form = flatten(given)
+        inside, form = flatten((given, held_by(check_step(fn)[1])))
         result = _Result()
         out = _Mean.apply(self.block, fn, form, result, split, self.key, *inside)
         return unflatten(list(out), result.form)
@@ -171,41 +284,99 @@ class _Fold(_Loop):
 
         size = block.size("train")
         order, back, totals = _sorted_rows([plan.total(n) for n in size])
-        start, size = block.start("train"), [size[row] for row in order]
-        if order != list(range(count)):
-            where = torch.tensor(order, device=key.device)
-            key, start = key[where], start[where]
+        start, sizes, size = block.start("train"), block.sizes("train"), [size[row] for row in order]
+        moved = order != list(range(count))
+        if moved:
+            where = send(torch.tensor(order), key.device)
+            key, start, sizes = key[where], start[where], sizes[where]
             inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         keys = [plan.key(key, draw) for draw in range(plan.draws)]
-        index = [_table(k, size, totals, plan) for k in keys]  # each [rows, steps, batch]
-        slots = min(plan.batch_size, max(size))
-
-        carry, given = inside[:carried], inside[carried:]
-        final = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in carry]
-        active = width = count
-        for at in range(totals[0] if totals else 0):
-            if (now := _active(totals, at)) < active:  # rows that have just finished are put away
-                for f, c in zip(final, carry, strict=True):
-                    f[now:active] = c[now:active]
-                active, width = now, block.runner.width(now, count)
-                carry = [c[:width] for c in carry]
-            partial = any(_partial(n, plan, at) for n in size[:active])
-            batches = []
-            for table, k in zip(index, keys, strict=True):
-                x, y = block.gather("train", table[:width, at], start[:width])
-                weight = (table[:width, at] >= 0).to(block.dtype) if partial else None
-                batches.append(Batch(x, y, weight, step_key(k[:width], at)))
-            some = [g[:width] if b else g for g, b in zip(given, batched[carried:], strict=True)]
-            before, carry = carry, block.runner.step(step, form, batched, batches, [*carry, *some])
-            if at == 0:
-                refuse_other_form(shapes(before), shapes(carry))
-            filled = sum(min(plan.batch_size, n - at % plan.batches(n) * plan.batch_size) for n in size[:active])
-            block.runner.count(width * slots, filled)
-        for f, c in zip(final, carry, strict=True):
-            f[:active] = c[:active]
-        if order != list(range(count)):
-            final = [f[torch.tensor(back, device=f.device)] for f in final]
+        index = [_table(k, size, sizes, totals, plan) for k in keys]  # each [rows, steps, batch]
+        fold = Fold(block, step, form, carried, batched, plan, keys, index, start, size, totals)
+        final = fold.recorded(inside) if block.runner.recorder else fold.plain(inside)
+        if moved:
+            way = send(torch.tensor(back), key.device)
+            final = [f[way] for f in final]
         return tuple(final), (0,) * carried
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A fold of a whole block, its rows sorted by their number of steps."""
+
+    block: Block
+    step: Any
+    form: Any
+    carried: int
+    batched: list[bool]
+    plan: Plan
+    keys: list[Tensor]
+    index: list[Tensor]
+    start: Tensor
+    size: list[int]
+    totals: list[int]
+
+    def _slots(self) -> int:
+        return self.index[0].shape[2] if self.index else 0
+
+    def _count(self) -> None:
+        runner, count = self.block.runner, len(self.size)
+        executed = sum(steps * runner.width(active, count) for _, steps, active in _phases(self.totals)) * self._slots()
+        useful = sum(self.plan.samples(n) for n in self.size)
+        runner.count(executed * self.plan.draws, useful * self.plan.draws)
+
+    def plain(self, inside: list[Tensor]) -> list[Tensor]:
+        """Step by step, with PyTorch's own operations."""
+        plan, runner, count = self.plan, self.block.runner, len(self.size)
+        carry, given = inside[: self.carried], inside[self.carried :]
+        final = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in carry]
+        before = count
+        for first, steps, active in _phases(self.totals):
+            width = runner.width(active, count)
+            _put_away(final, carry, active, before)  # rows that have just finished
+            carry, before = [c[:width] for c in carry], active
+            some = [g[:width] if b else g for g, b in zip(given, self.batched[self.carried :], strict=True)]
+            for at in range(first, first + steps):
+                partial = any(_partial(n, plan, at) for n in self.size[:active])
+                batches = []
+                for table, k in zip(self.index, self.keys, strict=True):
+                    x, y = self.block.gather("train", table[:width, at], self.start[:width])
+                    weight = (table[:width, at] >= 0).to(self.block.dtype) if partial else None
+                    batches.append(Batch(x, y, weight, step_key(k[:width], at)))
+                old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *some])
+                if at == 0:
+                    refuse_other_form(shapes(old), shapes(carry))
+        _put_away(final, carry, 0, before)
+        self._count()
+        return final
+
+    def recorded(self, inside: list[Tensor]) -> list[Tensor]:
+        """The same as a row of recorded graphs."""
+        plan, runner = self.plan, self.block.runner
+        if not self.totals or not self.totals[0]:
+            return [t.contiguous() for t in inside[: self.carried]]
+        sizes = set(self.block.clients.train.size)
+        weighted = any(n % plan.batch_size for n in sizes)
+        body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
+        key = ("fold", plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
+        keyed = check_step(self.step)[1].model.keyed
+        some = (self.block, "train", body, inside, self.batched, self.carried)
+        loop = runner.loop(key, *some, shape, keyed, weighted)
+        self._count()
+        return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start), self.totals)
+
+
+def _phases(totals: list[int]) -> list[tuple[int, int, int]]:
+    """(first step, steps, active rows) of rows sorted by totals: between two of them somebody finishes."""
+    ends = sorted({t for t in totals if t > 0})
+    return [(a, b - a, _active(totals, a)) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _put_away(final: list[Tensor], carry: list[Tensor], first: int, end: int) -> None:
+    if first < end:
+        for f, c in zip(final, carry, strict=True):
+            f[first:end] = c[first:end]
 
 
 def _partial(size: int, plan: Plan, step: int) -> bool:
@@ -213,111 +384,188 @@ def _partial(size: int, plan: Plan, step: int) -> bool:
     return size % plan.batch_size != 0 and step % plan.batches(size) == plan.batches(size) - 1
 
 
-def _table(key: Tensor, size: list[int], totals: list[int], plan: Plan) -> Tensor:
-    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full; finished rows keep -1 only."""
-    slots = min(plan.batch_size, max(size))
-    table = torch.full((len(size), totals[0] if totals else 0, plan.batch_size), -1, device=key.device)
-    per_epoch = [plan.batches(n) for n in size]
-    for epoch in range(max((-(-t // max(p, 1)) for t, p in zip(totals, per_epoch, strict=True)), default=0)):
-        rows = [r for r, (t, p) in enumerate(zip(totals, per_epoch, strict=True)) if t > epoch * p]
-        longest, where = max(size[r] for r in rows), torch.tensor(rows, device=key.device)
-        order = shuffle(order_key(key[where], epoch), torch.tensor(size, device=key.device)[where], longest)
-        fill = plan.batches(longest) * plan.batch_size - longest
-        order = torch.nn.functional.pad(order, (0, fill), value=-1).unflatten(1, (-1, plan.batch_size))
-        # (row, batch) pairs of this epoch, on the host, which knows all sizes: nothing waits for the device.
-        taken = torch.tensor([min(per_epoch[r], totals[r] - epoch * per_epoch[r]) for r in rows])
-        row, batch = (torch.arange(int(taken.max())) < taken[:, None]).nonzero().T
-        step = batch + epoch * torch.tensor([per_epoch[r] for r in rows])[row]
-        row, batch, step = row.to(key.device), batch.to(key.device), step.to(key.device)
-        table[where[row], step] = order[row, batch]
-    return table[..., :slots]
+def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan) -> Tensor:
+    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full; finished rows keep -1 only.
+
+    All epochs at once, and only on the device: the host knows how large things are and waits for nothing.
+    """
+    steps, longest = (totals[0] if totals else 0), max(size, default=0)
+    slots = min(plan.batch_size, longest)
+    if not steps:
+        return torch.full((len(size), 0, slots), -1, device=key.device)
+    epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
+    epoch = torch.arange(epochs, device=key.device)
+    seeds = order_key(key, epoch[:, None])  # [epochs, rows]
+    order = shuffle(seeds.flatten(), sizes.repeat(epochs), longest).view(epochs, len(size), longest)
+    step = torch.arange(steps, device=key.device)
+    each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
+    which = (step // each).clamp_max(epochs - 1)  # [rows, steps]
+    place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
+    total = each[:, 0] * plan.epochs if plan.steps is None else torch.where(sizes > 0, plan.steps, 0)  # pyright: ignore
+    inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
+    row = torch.arange(len(size), device=key.device)[:, None, None]
+    found = order[which[:, :, None], row, place.clamp_max(longest - 1)]
+    return torch.where(inside, found, -1)
 
 
 class _Mean(_Loop):
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
+        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
     ):
-        count = info.batch_size
         batched = [d is not None for d in in_dims[6:]]
         inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
         size = block.size(split)
         order, back, size = _sorted_rows(size)
-        where = torch.tensor(order, device=key.device)
-        start, key = block.start(split)[where], key[where]
+        where = send(torch.tensor(order), key.device)
+        start, n, key = block.start(split)[where], block.sizes(split)[where], key[where]
         inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
-        function, owner, fixed = check_step(fn)
         if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
             split, start = "train", torch.zeros_like(start)
+        mean = Mean(block, fn, form, result, split, batched, key, start, n, size)
+        recorder = block.runner.recorder
+        totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
+        # A client without samples has no mean: 0 / 0 is NaN.
+        out = [t / n.view(-1, *(1,) * (t.dim() - 1)) for t in totals]
+        way = send(torch.tensor(back), key.device)
+        return tuple(t[way] for t in out), (0,) * len(out)
 
-        def one(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
-            value = function(owner, *fixed, Batch(x, y, weight, key), unflatten(list(inside), form))
-            result.form = flatten(value)[1]
+
+@dataclass(frozen=True)
+class Mean:
+    """An exact mean for a whole block, its rows sorted by their number of samples; here as a sum."""
+
+    block: Block
+    fn: Any
+    form: Any
+    result: _Result
+    split: str
+    batched: list[bool]
+    key: Tensor
+    start: Tensor
+    n: Tensor
+    size: list[int]
+
+    def _values(self) -> Callable[..., tuple[Tensor, ...]]:
+        function, owner, fixed = check_step(self.fn)
+
+        def values(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
+            given, held = unflatten(list(inside), self.form)
+            value = function(holding(owner, held), *fixed, Batch(x, y, weight, key), given)
+            self.result.form = flatten(value)[1]
             return tuple(leaves(value))
 
+        return values
+
+    def _sum(self, x: Tensor, y: Tensor, weight: Tensor, key: Tensor, inside: list[Tensor]) -> Any:
+        dims = (0, 0, 0, 0, *(0 if b else None for b in self.batched))
+        return vmap(self._values(), in_dims=dims)(x, y, weight, key, *inside)
+
+    def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
+        """Piece by piece; `most` samples of each client at most, to learn the form of the result."""
         totals: list[Tensor] = []
-        n = torch.tensor(size, device=key.device)
-        for first in range(0, max(size[0], 1), CHUNK):
-            active = _active(size, first) if size[0] else count
-            length = min(CHUNK, max(size[0] - first, 1))
-            place = torch.arange(first, first + length, device=key.device)
-            index = torch.where(place < n[:active, None], place, -1)
-            x, y = block.gather(split, index, start[:active])
-            weight = (index >= 0).to(block.dtype)
-            some = [t[:active] if b else t for t, b in zip(inside, batched, strict=True)]
-            dims = (0, 0, 0, 0, *(0 if b else None for b in batched))
-            values = vmap(one, in_dims=dims)(x, y, weight, key[:active], *some)
+        count, longest = len(self.size), self.size[0] if most is None else most
+        for first in range(0, max(longest, 1), CHUNK):
+            active = _active(self.size, first) if self.size[0] else count
+            length = min(CHUNK, max(longest - first, 1))
+            place = torch.arange(first, first + length, device=self.key.device)
+            index = torch.where(place < self.n[:active, None], place, -1)
+            x, y = self.block.gather(self.split, index, self.start[:active])
+            weight = (index >= 0).to(self.block.dtype)
+            some = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
+            values = self._sum(x, y, weight, self.key[:active], some)
             if not totals:
                 totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
             samples = weight.sum(1)
             for total, v in zip(totals, values, strict=True):
                 total[:active] += v * samples.view(-1, *(1,) * (v.dim() - 1))
-        # A client without samples has no mean: 0 / 0 is NaN.
-        out = [t / n.view(-1, *(1,) * (t.dim() - 1)) for t in totals]
-        return tuple(t[torch.tensor(back, device=t.device)] for t in out), (0,) * len(out)
+        return totals
+
+    def recorded(self, inside: list[Tensor]) -> list[Tensor]:
+        """The same as a row of recorded graphs, which add up."""
+        runner, count, values = self.block.runner, len(self.size), self._values()
+        key = ("mean", self.split, *runner.identity(self.fn, self.form, self.batched))
+        if key not in runner.forms:
+            runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
+        zeros, self.result.form = runner.forms[key]
+
+        def body(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            totals, given = rest[: len(zeros)], rest[len(zeros) :]
+            return tuple(t + v * weight.sum() for t, v in zip(totals, values(x, y, weight, key, *given), strict=True))
+
+        batched = [True] * len(zeros) + self.batched
+        dims = (*(0,) * 4, *(0 if b else None for b in batched))
+        most = max(self.block.clients.split(self.split).size)
+        slots = min(PIECE, most)
+        inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
+        shape = (1, -(-most // slots), slots)
+        whole = vmap(body, in_dims=dims)
+        loop = runner.loop(key, self.block, self.split, whole, inside, batched, len(zeros), shape, False, True)
+        steps = -(-self.size[0] // slots)
+        place = torch.arange(steps * slots, device=self.key.device)
+        index = torch.where(place < self.n[:, None], place, -1).view(count, steps, slots)
+        carry = loop.load(inside, [index], [self.key], self.start)
+        return runner.replay(loop, carry, [-(-n // slots) for n in self.size])
 
 
 @dataclass
 class Runner:
-    """Runs one step for the active rows, plainly or compiled."""
+    """Runs one step for the active rows: plainly, compiled, or from a record."""
 
     compile: bool | str = False  # True, or the name of a torch.compile backend
     blocks: tuple[int, ...] = ()  # allowed numbers of rows; () is any number
+    recorder: Recorder | None = None
     executed: int = 0
     useful: int = 0
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    forms: dict[Any, Any] = field(default_factory=dict)  # what functions of a mean return: (zeros, form)
 
     def width(self, active: int, count: int) -> int:
         """Rows to run for this many active ones: rounded up to an allowed number, so that few shapes occur."""
+        if self.recorder is not None and active > EXACT:
+            coarse = 2 ** (active.bit_length() - 4)  # at most an eighth more than needed
+            return min(-(-active // coarse) * coarse, count)
         return min(next((b for b in self.blocks if b >= active), count), count) if self.blocks else active
 
     def count(self, executed: int, useful: int) -> None:
         self.executed += executed
         self.useful += useful
 
-    def step(self, step: Any, form: Any, batched: list[bool], batches: list[Batch], inside: list[Tensor]) -> list:
-        """The carry after one step of all rows."""
+    def identity(self, step: Any, form: Any, batched: list[bool]) -> tuple[Any, ...]:
+        """All that a step depends on besides tensors: two instances of a method must not share one record."""
         function, method, fixed = check_step(step)
-        weighted = batches[0].weight is not None
-        dims = (*(0,) * (4 if weighted else 3) * len(batches), *(0 if b else None for b in batched))
+        values = {f.name: getattr(method, f.name) for f in fields(method) if f.name != "model"}
+        settings = tuple((name, v) for name, v in values.items() if not isinstance(v, Tensor))
+        return function, type(method), fixed, settings, method.model, form, tuple(batched)
+
+    def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
+        """The step of a whole block: batches, carry and what is given, all as one row of tensors."""
+        function, method, fixed = check_step(step)
+        each = 4 if weighted else 3
+        dims = (*(0,) * each * draws, *(0 if b else None for b in batched))
 
         def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-            each, got = (4, Batch) if weighted else (3, lambda x, y, key: Batch(x, y, None, key))
-            cut = each * len(batches)
+            got = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
+            cut = each * draws
             some = [got(*tensors[at : at + each]) for at in range(0, cut, each)]
-            carry, given = unflatten(list(tensors[cut:]), form)
+            carry, (given, held) = unflatten(list(tensors[cut:]), form)
             batch = some[0] if len(some) == 1 else tuple(some)
-            return tuple(leaves(function(method, *fixed, carry, batch, given)))
+            return tuple(leaves(function(holding(method, held), *fixed, carry, batch, given)))
 
+        return vmap(one, in_dims=dims)
+
+    def step(self, step: Any, form: Any, batched: list[bool], batches: list[Batch], inside: list[Tensor]) -> list:
+        """The carry after one step of all rows."""
+        weighted = batches[0].weight is not None
+        whole = self.batch_step(step, form, batched, len(batches), weighted)
         flat = [t for b in batches for t in b if t is not None]
         # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
-        if not self.compile or (method.model.keyed and flat[0].is_cuda):
-            return list(vmap(one, in_dims=dims)(*flat, *inside))
-        # Keyed by everything that is not a tensor: two instances of a method must not share one compiled step.
-        settings = tuple(getattr(method, f.name) for f in fields(method) if f.name != "model")
-        key = (function, type(method), fixed, settings, method.model, form, dims, *(t.shape for t in (*flat, *inside)))
+        if not self.compile or (check_step(step)[1].model.keyed and flat[0].is_cuda):
+            return list(whole(*flat, *inside))
+        shape = tuple(t.shape for t in (*flat, *inside))
+        key = (*self.identity(step, form, batched), len(batches), weighted, shape)
         if key not in self.compiled:
-            self.compiled[key] = self._compile(vmap(one, in_dims=dims))
+            self.compiled[key] = self._compile(whole)
         return list(self.compiled[key](*flat, *inside))
 
     def _compile(self, batch_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,3 +576,38 @@ class Runner:
         run.__code__ = run.__code__.replace(co_name=f"step_{len(self.compiled)}")
         backend = self.compile if isinstance(self.compile, str) else "inductor"
         return torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
+
+    def loop(
+        self,
+        key: tuple[Any, ...],
+        block: Block,
+        split: str,
+        body: Callable[..., Any],
+        inside: list[Tensor],
+        batched: list[bool],
+        carried: int,
+        shape: tuple[int, int, int],  # draws, most steps, slots of a batch
+        keyed: bool,
+        weighted: bool,
+    ) -> Loop:
+        """Where a fold of this kind is recorded; another one where rows or numbers have another shape."""
+        assert self.recorder is not None
+        rows = next(t.shape[0] for t, b in zip(inside, batched, strict=True) if b)
+        one = tuple((t.shape[1:] if b else t.shape, t.dtype) for t, b in zip(inside, batched, strict=True))
+        from perfed.engines.graphs import Loop
+
+        make = lambda pool: Loop.make(
+            block.clients, split, block.dtype, keyed, weighted, body, inside, batched, carried, shape, rows, pool
+        )
+        return self.recorder.loop((*key, shape, one), rows, make)
+
+    def replay(self, loop: Loop, carry: list[Tensor], totals: list[int]) -> list[Tensor]:
+        """All steps of a loaded loop, whose rows are sorted by totals; what the rows end with."""
+        assert self.recorder is not None
+        final, before = [torch.empty_like(c) for c in carry], len(totals)
+        for _, steps, active in _phases(totals):
+            _put_away(final, carry, active, before)  # rows that have just finished
+            before = active
+            self.recorder.run(loop, self.width(active, len(totals)), steps)
+        _put_away(final, carry, 0, before)
+        return final

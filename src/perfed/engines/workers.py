@@ -27,7 +27,7 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import State
 from perfed.core.tree import pack, rows, stack, tree_map, unpack
-from perfed.engines.base import Task, _Evaluation, _Training
+from perfed.engines.base import Evaluation, Task, Training
 from perfed.engines.sequential import Sequential
 
 
@@ -118,7 +118,7 @@ class Workers(Sequential):
         size = self.clients.train.size
         order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # the largest is taken first
         # Clients that only predict are quick: several go together.
-        some = max(1, len(ids) // (4 * self.count)) if isinstance(task, _Evaluation) else 1
+        some = max(1, len(ids) // (4 * self.count)) if isinstance(task, Evaluation) else 1
         groups = [order[first : first + some] for first in range(0, len(order), some)]
         how = {"task": _describe(task), "key": int(key)}
         jobs = [({**how, "ids": [ids[row] for row in g]}, lambda g=g: rows((states, down.own), g)) for g in groups]
@@ -170,7 +170,7 @@ class Workers(Sequential):
         if "piece" in message:
             return self.score_piece(shared, *message["piece"])
         how, key = message["task"], torch.tensor(message["key"])
-        task = _Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else _Training(self.method, self.wire)
+        task = Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else Training(self.method, self.wire)
         each = []
         for row, id in enumerate(message["ids"]):
             state, own = rows(tensors, row)
@@ -193,7 +193,7 @@ class Workers(Sequential):
 
 
 def _describe(task: Task) -> dict[str, Any]:
-    if isinstance(task, _Evaluation):
+    if isinstance(task, Evaluation):
         return {"splits": list(task.splits), "keep": task.keep}
     return {}
 

@@ -11,7 +11,7 @@ sent. Tuning uses training data and a fresh optimiser, and is discarded after th
 (the authors' code: uniformly).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from perfed.core.fields import hyper
 from perfed.core.messages import Up
@@ -40,5 +40,5 @@ class FedBABU(Method):
         return server + cohort.mean
 
     def personalise(self, client, down, data):
-        w, tuner = self.join(down.shared), replace(self, lr=self.adapt_lr)
+        w, tuner = self.join(down.shared), self.at_rate(self.adapt_lr)
         return {"personal": tuner.descend(w, data, epochs=self.adapt_epochs), "global": w}

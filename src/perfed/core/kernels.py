@@ -1,0 +1,729 @@
+"""Convolution layers of a whole cohort, every client with its own weights, as implicit matrix products on a GPU.
+
+One layer is convolution, bias, ReLU and 2x2 pooling in one kernel; the network and the method are written for one
+client, and `vmap(grad(...))` reaches the rules at the end of this file with the whole block. Inside, images are
+channels-last [C, B, H, W, I] and weights taps-first [C, k*k*I, O], both padded to a multiple of four channels, so that
+loads are 16 bytes wide. Rows of a pooled product are (pooled position, place in its window): the pool is a maximum
+over groups of four rows of a tile. The gradient of the weights is summed over slices in a fixed order, without
+atomics, so equal runs give equal bits.
+
+`layers.Conv` decides who comes here; everything else, and every machine without Triton, takes PyTorch's own path,
+which is also what the tests compare with.
+"""
+
+# Kernels are called through brackets with plain numbers, and arguments of a traced node can be anything.
+# pyright: reportIndexIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from perfed.core import tuning
+
+NONE, MAX, AVG = 0, 1, 2  # pools
+
+
+class Layer(NamedTuple):
+    """What a convolution layer is, besides its numbers."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    relu: bool = False
+    pool: int = NONE
+
+    def outer(self, size: int) -> int:
+        """Pixels along one side after the convolution."""
+        return (size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    def pooled(self, size: int) -> int:
+        """Pixels along one side after the pool; an odd last one is left out, as PyTorch does."""
+        return self.outer(size) // 2 if self.pool else self.outer(size)
+
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+
+@triton.jit(do_not_specialize=["B"])
+def _forward(
+    x, w, b, y, which, sw, sb, B,
+    H: tl.constexpr, W: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
+    KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, RELU: tl.constexpr, POOL: tl.constexpr,
+    BIAS: tl.constexpr, WHICH: tl.constexpr, PREC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    M = B * HP * WP
+    p = rows // 4 if POOL else rows
+    q = rows % 4
+    px = p % WP
+    t = p // WP
+    py = t % HP
+    oy = 2 * py + q // 2 if POOL else py
+    ox = 2 * px + q % 2 if POOL else px
+    iy = oy * STRIDE - PAD
+    ix = ox * STRIDE - PAD
+    base = ((t // HP * H + iy) * W + ix) * I
+    ok = p < M
+    x += c * B * H * W * I
+    w += c * sw
+    K: tl.constexpr = KS * KS * I
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        kk = k0 + tl.arange(0, BK)
+        off = (kk // (KS * I)) * (W * I) + kk % (KS * I)
+        off = tl.max_contiguous(tl.multiple_of(off, 4), 4)
+        inside = ok[:, None] & (kk < K)[None, :]
+        if PAD > 0:
+            yy = iy[:, None] + (kk // (KS * I))[None, :]
+            xx = ix[:, None] + ((kk // I) % KS)[None, :]
+            inside = inside & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
+        xa = tl.load(x + base[:, None] + off[None, :], mask=inside, other=0.0)
+        wa = tl.load(w + kk[:, None] * O + n[None, :], mask=(kk < K)[:, None] & (n < O)[None, :], other=0.0)
+        acc = tl.dot(xa, wa, acc, input_precision=PREC)
+    if BIAS:  # noqa: SIM108
+        bias = tl.load(b + c * sb + n, mask=n < O, other=0.0)[None, :]
+    else:
+        bias = tl.zeros((1, BN), tl.float32)
+    if POOL == 0:
+        v = acc + bias
+        if RELU:
+            v = tl.maximum(v, 0.0)
+        tl.store(y + (c * M + rows)[:, None] * O + n[None, :], v, mask=ok[:, None] & (n < O)[None, :])
+    else:
+        place = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
+        out = (c * M + place)[:, None] * O + n[None, :]
+        m = (place < M)[:, None] & (n < O)[None, :]
+        four = tl.reshape(acc, (BM // 4, 4, BN))
+        if POOL == 1:
+            v, i = tl.max(four, axis=1, return_indices=True)
+            v += bias
+            if RELU:
+                i = tl.where(v > 0, i, 4)
+                v = tl.maximum(v, 0.0)
+            tl.store(y + out, v, mask=m)
+            if WHICH:
+                tl.store(which + out, i.to(tl.uint8), mask=m)
+        else:
+            four = four + bias[:, None, :]
+            if RELU:
+                bit = tl.exp2(tl.arange(0, 4).to(tl.float32))[None, :, None]
+                i = tl.sum(tl.where(four > 0, bit, 0.0), axis=1)
+                four = tl.maximum(four, 0.0)
+                if WHICH:
+                    tl.store(which + out, i.to(tl.uint8), mask=m)
+            tl.store(y + out, tl.sum(four, axis=1) * 0.25, mask=m)
+
+
+@triton.jit(do_not_specialize=["B"])
+def _before_pool(
+    g, which, dense, turned, B,
+    HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, RELU: tl.constexpr,
+    POOL: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The gradient before ReLU and pool: dense [C, B, HO, WO, O], and turned [C, O, B*HO*WO] for the weights' product.
+
+    Without a pool `which` is the layer's output, whose sign says where ReLU was on.
+    """
+    c = tl.program_id(1).to(tl.int64)
+    M = B * HO * WO
+    r = tl.program_id(0) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    m = (r < M)[:, None] & (n < O)[None, :]
+    if POOL == 0:
+        at = c * M * O + r[:, None] * O + n[None, :]
+        v = tl.load(g + at, mask=m, other=0.0)
+        if RELU:
+            v = tl.where(tl.load(which + at, mask=m, other=0.0) > 0, v, 0.0)
+    else:
+        ox = r % WO
+        t = r // WO
+        oy = t % HO
+        inside = m & (oy < 2 * HP)[:, None] & (ox < 2 * WP)[:, None]
+        at = ((t // HO * HP + oy // 2) * WP + ox // 2)[:, None] * O + n[None, :] + c * B * HP * WP * O
+        q = ((oy % 2) * 2 + ox % 2)[:, None]
+        v = tl.load(g + at, mask=inside, other=0.0)
+        if POOL == 1:
+            v = tl.where(tl.load(which + at, mask=inside, other=4) == q, v, 0.0)
+        else:
+            v = v * 0.25
+            if RELU:
+                on = (tl.load(which + at, mask=inside, other=0).to(tl.int32) >> q) & 1
+                v = tl.where(on == 1, v, 0.0)
+    if DENSE:
+        tl.store(dense + c * M * O + r[:, None] * O + n[None, :], v, mask=m)
+    if TURNED:
+        tl.store(turned + c * M * O + n[None, :] * M + r[:, None], v, mask=m)
+
+
+@triton.jit(do_not_specialize=["B", "SPLIT"])
+def _weight_grad(
+    x, g, dw, db, B, SPLIT,
+    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
+    KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
+    TURNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(2).to(tl.int64)
+    split = tl.program_id(1)
+    kk = tl.program_id(0) * BK + tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    M = B * HO * WO
+    K: tl.constexpr = KS * KS * I
+    ky = kk // (KS * I)
+    kx = (kk // I) % KS
+    off = ky * (W * I) + kk % (KS * I)
+    off = tl.max_contiguous(tl.multiple_of(off, 4), 4)
+    x += c * B * H * W * I
+    g += c * M * O
+    acc = tl.zeros((BK, BN), tl.float32)
+    bias = tl.zeros((BN,), tl.float32)
+    for r0 in range(split * BM, M, SPLIT * BM):
+        r = r0 + tl.arange(0, BM)
+        ok = r < M
+        t = r // WO
+        iy = (t % HO) * STRIDE - PAD
+        ix = (r % WO) * STRIDE - PAD
+        base = ((t // HO * H + iy) * W + ix) * I
+        inside = (kk < K)[:, None] & ok[None, :]
+        if PAD > 0:
+            yy = iy[None, :] + ky[:, None]
+            xx = ix[None, :] + kx[:, None]
+            inside = inside & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
+        xa = tl.load(x + off[:, None] + base[None, :], mask=inside, other=0.0)
+        if TURNED:
+            ga = tl.load(g + n[None, :] * M + r[:, None], mask=ok[:, None] & (n < O)[None, :], other=0.0)
+        else:
+            ga = tl.load(g + r[:, None] * O + n[None, :], mask=ok[:, None] & (n < O)[None, :], other=0.0)
+        acc = tl.dot(xa, ga, acc, input_precision=PREC)
+        if BIAS:
+            bias += tl.sum(ga, axis=0)
+    row = split.to(tl.int64) * tl.num_programs(2) + c
+    tl.store(dw + row * K * O + kk[:, None] * O + n[None, :], acc, mask=(kk < K)[:, None] & (n < O)[None, :])
+    if BIAS:  # noqa: SIM102 (known when the kernel is compiled, the other is not)
+        if tl.program_id(0) == 0:
+            tl.store(db + row * O + n, bias, mask=n < O)
+
+
+@triton.jit(do_not_specialize=["C", "SPLIT"])
+def _add_up(
+    dw, db, w, b, C, SPLIT,
+    I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr, TAPS: tl.constexpr,
+    BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Slices of the weight gradient added in order, from taps first to PyTorch's [O, I, k, k]."""
+    c = tl.program_id(1).to(tl.int64)
+    kk = tl.program_id(0) * BK + tl.arange(0, BK)
+    n = tl.arange(0, BN)
+    K: tl.constexpr = TAPS * I
+    m = (kk < K)[:, None] & (n < O)[None, :]
+    acc = tl.zeros((BK, BN), tl.float32)
+    for s in range(SPLIT):
+        acc += tl.load(dw + (s * C + c) * K * O + kk[:, None] * O + n[None, :], mask=m, other=0.0)
+    i = kk % I
+    at = (n[None, :] * REAL_I + i[:, None]) * TAPS + (kk // I)[:, None]
+    tl.store(w + c * REAL_O * REAL_I * TAPS + at, acc, mask=m & (i < REAL_I)[:, None] & (n < REAL_O)[None, :])
+    if BIAS:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            total = tl.zeros((BN,), tl.float32)
+            for s in range(SPLIT):
+                total += tl.load(db + (s * C + c) * O + n, mask=n < O, other=0.0)
+            tl.store(b + c * REAL_O + n, total, mask=n < REAL_O)
+
+
+@triton.jit(do_not_specialize=["B"])
+def _input_grad(
+    g, w, dx, sw, B,
+    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
+    KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    o = tl.arange(0, BO)
+    ix = rows % W + PAD
+    t = rows // W
+    iy = t % H + PAD
+    ok = rows < B * H * W
+    first = t // H * HO
+    g += c * B * HO * WO * O
+    w += c * sw
+    acc = tl.zeros((BM, BN), tl.float32)
+    PIECES: tl.constexpr = (O + BO - 1) // BO
+    for k in range(KS * KS * PIECES):
+        o0 = (k % PIECES) * BO
+        tap = k // PIECES
+        ty = iy - tap // KS
+        tx = ix - tap % KS
+        inside = ok & (ty >= 0) & (tx >= 0)
+        if STRIDE > 1:
+            inside = inside & (ty % STRIDE == 0) & (tx % STRIDE == 0)
+            ty = ty // STRIDE
+            tx = tx // STRIDE
+        inside = inside & (ty < HO) & (tx < WO)
+        at = ((first + ty) * WO + tx) * O + o0
+        ga = tl.load(g + at[:, None] + o[None, :], mask=inside[:, None] & (o0 + o < O)[None, :], other=0.0)
+        wa = tl.load(
+            w + (tap * I + n)[None, :] * O + o0 + o[:, None], mask=(n < I)[None, :] & (o0 + o < O)[:, None], other=0.0
+        )
+        acc = tl.dot(ga, wa, acc, input_precision=PREC)
+    tl.store(dx + (c * B * H * W + rows)[:, None] * I + n[None, :], acc, mask=ok[:, None] & (n < I)[None, :])
+
+
+@triton.jit
+def _loss(logits, y, loss, K, BK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    z = tl.load(logits + r * K + k, mask=k < K, other=-float("inf"))
+    top = tl.max(z, axis=0)
+    label = tl.load(y + r)
+    right = tl.sum(tl.where(k == label, z, 0.0), axis=0)
+    tl.store(loss + r, tl.log(tl.sum(tl.exp(z - top), axis=0)) + top - right)
+
+
+@triton.jit
+def _loss_grad(logits, y, g, out, K, BK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BK)
+    z = tl.load(logits + r * K + k, mask=k < K, other=-float("inf"))
+    e = tl.exp(z - tl.max(z, axis=0))
+    d = e / tl.sum(e, axis=0) - tl.where(k == tl.load(y + r), 1.0, 0.0)
+    tl.store(out + r * K + k, d * tl.load(g + r), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["B"])
+def _norm(
+    x, w, b, y, mean, scale, eps, B,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """One sample: every group of channels to mean 0 and variance 1, then weight and bias."""
+    r = tl.program_id(0).to(tl.int64)
+    EACH: tl.constexpr = CHANNELS // GROUPS
+    n = tl.arange(0, CHANNELS)
+    place = tl.arange(0, BP)
+    at = r * PIXELS * CHANNELS + place[:, None] * CHANNELS + n[None, :]
+    ok = (place < PIXELS)[:, None]
+    v = tl.reshape(tl.load(x + at, mask=ok, other=0.0), (BP, GROUPS, EACH))
+    m = tl.sum(tl.sum(v, axis=2), axis=0) / (PIXELS * EACH)
+    d = tl.where((place < PIXELS)[:, None, None], v - m[None, :, None], 0.0)
+    s = 1.0 / tl.sqrt(tl.sum(tl.sum(d * d, axis=2), axis=0) / (PIXELS * EACH) + eps)
+    c = r // B * CHANNELS
+    out = tl.reshape(d * s[None, :, None], (BP, CHANNELS)) * tl.load(w + c + n)[None, :] + tl.load(b + c + n)[None, :]
+    tl.store(y + at, out, mask=ok)
+    group = tl.arange(0, GROUPS)
+    tl.store(mean + r * GROUPS + group, m)
+    tl.store(scale + r * GROUPS + group, s)
+
+
+@triton.jit(do_not_specialize=["B"])
+def _norm_grad(
+    g, x, w, mean, scale, dx, dw, db, B,
+    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    EACH: tl.constexpr = CHANNELS // GROUPS
+    n = tl.arange(0, CHANNELS)
+    place = tl.arange(0, BP)
+    at = r * PIXELS * CHANNELS + place[:, None] * CHANNELS + n[None, :]
+    ok = (place < PIXELS)[:, None]
+    group = tl.arange(0, GROUPS)
+    m = tl.load(mean + r * GROUPS + group)
+    s = tl.load(scale + r * GROUPS + group)
+    inside = (place < PIXELS)[:, None, None]
+    v = tl.reshape(tl.load(x + at, mask=ok, other=0.0), (BP, GROUPS, EACH))
+    unit = tl.where(inside, (v - m[None, :, None]) * s[None, :, None], 0.0)
+    grad = tl.load(g + at, mask=ok, other=0.0)
+    tl.store(dw + r * CHANNELS + n, tl.sum(grad * tl.reshape(unit, (BP, CHANNELS)), axis=0))
+    tl.store(db + r * CHANNELS + n, tl.sum(grad, axis=0))
+    h = tl.reshape(grad * tl.load(w + r // B * CHANNELS + n)[None, :], (BP, GROUPS, EACH))
+    first = tl.sum(tl.sum(h, axis=2), axis=0) / (PIXELS * EACH)
+    second = tl.sum(tl.sum(h * unit, axis=2), axis=0) / (PIXELS * EACH)
+    out = (h - first[None, :, None] - unit * second[None, :, None]) * s[None, :, None]
+    tl.store(dx + at, tl.reshape(out, (BP, CHANNELS)), mask=ok)
+
+
+@triton.jit
+def _uniform(key, out, N, BLOCK: tl.constexpr):
+    """Numbers in [0, 1) from keys, bit for bit those of `random.uniform`."""
+    c = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = tl.load(key + c) + (at + 1) * -7046029254386353131
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    u = ((z >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
+    tl.store(out + c * N + at, u.to(tl.float32), mask=at < N)
+
+
+# ---------------------------------------------------------------------------------------------------- launches
+
+
+def _two(n: int) -> int:
+    """The next power of two."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _up2(n: int) -> int:
+    return max(16, _two(n))
+
+
+def _up4(n: int) -> int:
+    return -(-n // 4) * 4
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """[C, B, I, H, W] as contiguous [C, B, H, W, I'], I' a multiple of four; a copy only where it is not that yet."""
+    C, B, I, H, W = x.shape
+    P = _up4(I)
+    if x.stride() == (B * H * W * P, H * W * P, 1, W * P, P):  # what these kernels give, padding included
+        return x.as_strided((C, B, H, W, P), (B * H * W * P, H * W * P, W * P, P, 1))
+    out = x.new_zeros(C, B, H, W, P) if P != I else x.new_empty(C, B, H, W, P)
+    out[..., :I] = x.permute(0, 1, 3, 4, 2)
+    return out
+
+
+def channels_first(x: Tensor, channels: int) -> Tensor:
+    """The view back."""
+    return x[..., :channels].permute(0, 1, 4, 2, 3)
+
+
+def _taps(w: Tensor) -> Tensor:
+    """[C, O, I, k, k] as [C, k*k*I', O']."""
+    C, O, I, k, _ = w.shape
+    v = F.pad(w.permute(0, 3, 4, 2, 1), (0, -O % 4, 0, -I % 4))
+    return v.reshape(C, k * k * v.shape[3], v.shape[4]).contiguous()
+
+
+def _options(c: dict[str, int]) -> dict[str, int]:
+    return {"num_warps": c["warps"], "num_stages": c["stages"]}
+
+
+def _precision() -> str:
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer's output [C, B, O, HP, WP], what its gradient needs to know of the pool, and the weights as taps."""
+    xl, wl = channels_last(x), _taps(w)
+    C, B, H, W, I = xl.shape
+    O = wl.shape[2]
+    HP, WP = layer.pooled(H), layer.pooled(W)
+    bl = wl if b is None else F.pad(b, (0, O - b.shape[1])).contiguous()
+    y = x.new_empty(C, B, HP, WP, O)
+    noted = layer.pool == MAX or (layer.pool == AVG and layer.relu)
+    which = torch.empty_like(y, dtype=torch.uint8) if noted else y
+    rows = B * HP * WP * (4 if layer.pool else 1)
+
+    def launch(c: dict[str, int]) -> tuning.Call:
+        bn = min(c["BN"], _up2(O))
+        grid = (triton.cdiv(rows, c["BM"]), triton.cdiv(O, bn), C)
+        args = (
+            xl, wl, bl, y, which, wl.stride(0), bl.stride(0), B, H, W, HP, WP, I, O, *layer,
+            b is not None, noted, _precision(), c["BM"], bn, c["BK"],
+        )  # fmt: skip
+        return tuning.Call(_forward, grid, args, _options(c))
+
+    tuning.run("forward", (C, B, H, W, I, O, *layer, _precision()), launch, x.device)
+    return channels_first(y, w.shape[1]), channels_first(which, w.shape[1]) if noted else x.new_empty(C, 0), wl
+
+
+def backward(
+    g: Tensor, x: Tensor, wl: Tensor, y: Tensor, which: Tensor, layer: Layer, channels: tuple[int, int], bias: bool,
+    need: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of input (empty unless needed), weight and bias (empty without one); `wl` are the taps."""
+    xl, gl = channels_last(x), channels_last(g)
+    C, B, H, W, I = xl.shape
+    O, k = wl.shape[2], layer.kernel
+    HO, WO, HP, WP = layer.outer(H), layer.outer(W), layer.pooled(H), layer.pooled(W)
+    plain = not layer.pool and not layer.relu
+    noted = channels_last(which if layer.pool and which.numel() else y)
+    turned = gl.new_empty(C, O, B * HO * WO)
+    dense = gl if plain else gl.new_empty(C, B, HO, WO, O)
+    bn = _up2(O)
+    bp = max(16, 4096 // bn)
+
+    def dissolve(make_dense: bool, make_turned: bool) -> None:
+        _before_pool[(triton.cdiv(B * HO * WO, bp), C)](
+            gl, noted, dense, turned, B, HO, WO, HP, WP, O, layer.relu, layer.pool, make_dense, make_turned, bp, bn
+        )
+
+    shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, _precision())
+    dw_all, db_all = {}, {}
+
+    def weights(c: dict[str, int]) -> tuning.Call:
+        S = c["SPLIT"]
+        if S not in dw_all:
+            dw_all[S], db_all[S] = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
+        grid = (triton.cdiv(k * k * I, c["BK"]), S, C)
+        args = (
+            xl, turned if c["TURNED"] else dense, dw_all[S], db_all[S], B, S, H, W, HO, WO, I, O, k, layer.stride,
+            layer.padding, bias, _precision(), bool(c["TURNED"]), c["BM"], bn, c["BK"],
+        )  # fmt: skip
+        return tuning.Call(_weight_grad, grid, args, _options(c))
+
+    if tuning.undecided("weights", shape, x.device):
+        dissolve(not plain, True)
+        tuning.decide("weights", shape, weights, x.device)
+    choice = tuning.choice("weights", shape, x.device)
+    if choice["TURNED"] or not plain:
+        dissolve(not plain and (need or not choice["TURNED"]), bool(choice["TURNED"]))
+    weights(choice)()
+    S = choice["SPLIT"]
+    real_o, real_i = channels
+    dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
+    _add_up[(triton.cdiv(k * k * I, 16), C)](
+        dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 16
+    )
+    dx = g.new_empty(C, 0)
+    if need:
+        out = g.new_empty(C, B, H, W, I)
+
+        def inputs(c: dict[str, int]) -> tuning.Call:
+            bo = min(c["BO"], _up2(O))
+            args = (
+                dense, wl, out, wl.stride(0), B, H, W, HO, WO, I, O, k, layer.stride, layer.padding, _precision(),
+                c["BM"], _up2(I), bo,
+            )  # fmt: skip
+            return tuning.Call(_input_grad, (triton.cdiv(B * H * W, c["BM"]), C), args, _options(c))
+
+        tuning.run("inputs", shape, inputs, x.device)
+        dx = channels_first(out, real_i)
+    return dx, dw, db
+
+
+def can_normalise(groups: int, channels: int, high: int, wide: int) -> bool:
+    """Whether one sample fits into one program, and its numbers of channels are powers of two."""
+    two = lambda n: n & (n - 1) == 0
+    return channels % 4 == 0 and two(channels) and two(groups) and channels * high * wide <= 2**15
+
+
+def _normalise(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    xl = channels_last(x)
+    C, B, H, W, I = xl.shape
+    y, mean, scale = torch.empty_like(xl), xl.new_empty(C, B, groups), xl.new_empty(C, B, groups)
+    block = _two(H * W)
+    _norm[(C * B,)](
+        xl, w.contiguous(), b.contiguous(), y, mean, scale, eps, B, H * W, I, groups, block, num_warps=_warps(block * I)
+    )
+    return channels_first(y, I), mean, scale
+
+
+def _warps(numbers: int) -> int:
+    return min(16, max(1, numbers // 2048))
+
+
+def _normalise_grad(
+    g: Tensor, x: Tensor, w: Tensor, mean: Tensor, scale: Tensor, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    gl, xl = channels_last(g), channels_last(x)
+    C, B, H, W, I = xl.shape
+    dx, dw, db = torch.empty_like(xl), xl.new_empty(C, B, I), xl.new_empty(C, B, I)
+    block = _two(H * W)
+    _norm_grad[(C * B,)](
+        gl, xl, w.contiguous(), mean, scale, dx, dw, db, B, H * W, I, groups, block, num_warps=_warps(block * I)
+    )
+    return channels_first(dx, I), dw.sum(1), db.sum(1)
+
+
+# ---------------------------------------------------------------------------------------------------- as operators
+
+# Operators, not plain functions, so that a traced step holds them as single nodes.
+_LIBRARY = torch.library.Library("perfed", "DEF")
+_LIBRARY.define("conv(Tensor x, Tensor w, Tensor? b, int[] layer) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "conv_grad(Tensor g, Tensor x, Tensor taps, Tensor y, Tensor which, int[] layer, int[] channels, bool bias,"
+    " bool need) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("group_norm(Tensor x, Tensor w, Tensor b, int groups, float eps) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "group_norm_grad(Tensor g, Tensor x, Tensor w, Tensor mean, Tensor scale, int groups) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("uniform(Tensor key, int count) -> Tensor")
+_LIBRARY.define("cross_entropy(Tensor logits, Tensor y) -> Tensor")
+_LIBRARY.define("cross_entropy_grad(Tensor logits, Tensor y, Tensor g) -> Tensor")
+
+
+def _layer(numbers: list[int]) -> Layer:
+    kernel, stride, padding, relu, pool = numbers
+    return Layer(kernel, stride, padding, bool(relu), pool)
+
+
+def _op_conv(x: Tensor, w: Tensor, b: Tensor | None, layer: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(x, w, b, _layer(layer))
+
+
+def _op_conv_grad(
+    g: Tensor, x: Tensor, taps: Tensor, y: Tensor, which: Tensor, layer: list[int], channels: list[int], bias: bool,
+    need: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return backward(g, x, taps, y, which, _layer(layer), (channels[0], channels[1]), bias, need)
+
+
+def _op_loss(logits: Tensor, y: Tensor) -> Tensor:
+    z = logits.contiguous()
+    out = torch.empty_like(y, dtype=z.dtype)
+    K = z.shape[-1]
+    _loss[(y.numel(),)](z, y.contiguous(), out, K, _two(K), num_warps=1)
+    return out
+
+
+def _op_loss_grad(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
+    z = logits.contiguous()
+    out, K = torch.empty_like(z), z.shape[-1]
+    _loss_grad[(y.numel(),)](z, y.contiguous(), g.contiguous(), out, K, _two(K), num_warps=1)
+    return out
+
+
+def _op_uniform(key: Tensor, count: int) -> Tensor:
+    out = torch.empty(len(key), count, device=key.device)
+    _uniform[(triton.cdiv(count, 1024), len(key))](key.contiguous(), out, count, 1024)
+    return out
+
+
+for _name, _function in {
+    "uniform": _op_uniform,
+    "conv": _op_conv,
+    "conv_grad": _op_conv_grad,
+    "group_norm": _normalise,
+    "group_norm_grad": _normalise_grad,
+    "cross_entropy": _op_loss,
+    "cross_entropy_grad": _op_loss_grad,
+}.items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+def _rows(count: int, dims: Any, *tensors: Tensor | None) -> list[Any]:
+    """Each tensor with the clients as its first axis."""
+    return [
+        t if t is None else t.movedim(d, 0) if d is not None else t.expand(count, *t.shape)
+        for t, d in zip(tensors, dims, strict=False)
+    ]
+
+
+class _ForBlocks(torch.autograd.Function):
+    """An operation of a whole block; a single client takes PyTorch's own path."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(*args: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError("a block's kernel was called for a single client")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError("second derivatives need PyTorch's own layers: run with --no-fast")
+
+
+class _Conv(_ForBlocks):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, w, b, layer = inputs
+        y, which, taps = output
+        ctx.save_for_backward(x, taps, y, which)
+        ctx.layer, ctx.channels, ctx.bias = layer, tuple(w.shape[:2]), b is not None
+        ctx.mark_non_differentiable(which, taps)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+        x, taps, y, which = ctx.saved_tensors
+        need = ctx.needs_input_grad[0]
+        dx, dw, db = _ConvGrad.apply(g, x, taps, y, which, ctx.layer, ctx.channels, ctx.bias, need)
+        return dx if need else None, dw, db if ctx.bias else None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor | None, layer: tuple[int, ...]) -> Any:
+        x, w, b = _rows(info.batch_size, dims, x, w, b)
+        return torch.ops.perfed.conv(x, w, b, list(layer)), (0, 0, 0)
+
+
+class _ConvGrad(_ForBlocks):
+    @staticmethod
+    def vmap(info: Any, dims: Any, *args: Any) -> Any:
+        *tensors, layer, channels, bias, need = args
+        tensors = _rows(info.batch_size, dims, *tensors)
+        return torch.ops.perfed.conv_grad(*tensors, list(layer), list(channels), bias, need), (0, 0, 0)
+
+
+class _GroupNorm(_ForBlocks):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, w, _, ctx.groups, _ = inputs
+        ctx.save_for_backward(x, w, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> Any:
+        x, w, mean, scale = ctx.saved_tensors
+        return *_GroupNormGrad.apply(g, x, w, mean, scale, ctx.groups), None, None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Any:
+        return torch.ops.perfed.group_norm(*_rows(info.batch_size, dims, x, w, b), groups, eps), (0, 0, 0)
+
+
+class _GroupNormGrad(_ForBlocks):
+    @staticmethod
+    def vmap(info: Any, dims: Any, *args: Any) -> Any:
+        *tensors, groups = args
+        return torch.ops.perfed.group_norm_grad(*_rows(info.batch_size, dims, *tensors), groups), (0, 0, 0)
+
+
+class _Uniform(_ForBlocks):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, key: Tensor, count: int) -> Any:
+        return torch.ops.perfed.uniform(*_rows(info.batch_size, dims, key), count), 0
+
+
+class _CrossEntropy(_ForBlocks):
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _CrossEntropyGrad.apply(*ctx.saved_tensors, g), None
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, logits: Tensor, y: Tensor) -> Any:
+        return torch.ops.perfed.cross_entropy(*_rows(info.batch_size, dims, logits, y)), 0
+
+
+class _CrossEntropyGrad(_ForBlocks):
+    @staticmethod
+    def vmap(info: Any, dims: Any, logits: Tensor, y: Tensor, g: Tensor) -> Any:
+        return torch.ops.perfed.cross_entropy_grad(*_rows(info.batch_size, dims, logits, y, g)), 0
+
+
+def conv(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> Tensor:
+    """The layer for one client, inside vmap."""
+    return _Conv.apply(x, w, b, tuple(int(n) for n in layer))[0]
+
+
+def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """The loss of each sample, inside vmap."""
+    return _CrossEntropy.apply(logits, y)
+
+
+def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
+    """GroupNorm for one client, inside vmap."""
+    return _GroupNorm.apply(x, w, b, groups, eps)[0]
+
+
+def uniform(key: Tensor, count: int) -> Tensor:
+    """`random.uniform` for one client, inside vmap."""
+    return _Uniform.apply(key, count)
