@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     from perfed import cli
 
 TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1", "--batch-size", "50", "--engine", "sequential"]
-VERBS = ["run", "resume", "compare", "list", "models", "predict", "new", "check", "doctor", "bench"]
+VERBS = ["run", "resume", "compare", "table", "tune", "list", "models", "predict", "new", "check", "doctor", "bench"]
 
 
 @pytest.fixture

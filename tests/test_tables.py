@@ -237,3 +237,65 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     result_file.unlink()
     with pytest.raises(Problem, match="was run with other settings"):
         carry_out(other, tmp_path, Console(quiet=True), how)
+
+
+# ------------------------------------------------------------------ tuning
+
+
+def test_the_whole_grid_is_tried_on_validation_samples(tmp_path):
+    from rich.console import Console
+
+    from perfed import tune
+    from perfed.config import from_dict
+
+    entry = catalog.find("fedavg")
+    raw = {"data": {"clients": 3}, "run": {"rounds": 1, "engine": "sequential"}, "train": {"epochs": 1}}
+    base = from_dict({"methods": ["fedavg"], **raw})
+    grid = tune.check_grid(tune.read_grid(["lr=0.05,0.0001"]), entry)
+    found = tune.tune(entry, grid, tune.for_run(base, entry), tmp_path, Console(quiet=True))
+    assert found["best"]["settings"] == {"lr": 0.05}
+    assert [one["settings"]["lr"] for one in found["tried"]] == [0.05, 0.0001]
+    kept = json.loads((tmp_path / "tune.json").read_text())
+    assert kept["tried"] == found["tried"]
+    assert (tmp_path / "tune.csv").read_text().splitlines()[0] == "lr,validation,round,problem"
+    (run,) = tmp_path.glob("*0_05*/seed_0/fedavg/metrics.jsonl")  # the score is the validation accuracy of its logs
+    values = [json.loads(line)["personal"]["val"]["accuracy"] for line in run.read_text().splitlines()]
+    assert found["best"]["validation"] == pytest.approx(np.mean([v for v in values if v is not None]))
+    assert tune.line_to_use("fedavg", {"lr": 0.05}) == "perfed run fedavg --lr 0.05"
+    used = tune.line_to_use("pgfed", {"lr": 0.1, "order": "alpha"}, "pgfed-1", "pgfed", "c10-25")
+    assert used == 'pgfed-1.toml, under [rows.pgfed.at]: c10-25 = { lr = 0.1, order = "alpha" }'
+
+
+def test_a_search_asks_and_tells(monkeypatch):
+    """With something in optuna's place: what is suggested is scored, failures are told."""
+    import types
+
+    from perfed import tune
+
+    told = []
+    trial = types.SimpleNamespace(suggest_categorical=lambda _, values: values[0])
+    study = types.SimpleNamespace(ask=lambda: trial, tell=lambda *a, **k: told.append((a[1:], k)))
+    state = types.SimpleNamespace(TrialState=types.SimpleNamespace(FAIL="fail"))
+    samplers = types.SimpleNamespace(TPESampler=lambda seed: seed)
+    fake = types.SimpleNamespace(create_study=lambda **_: study, samplers=samplers, trial=state)
+    monkeypatch.setattr("importlib.import_module", lambda _: fake)
+    answers = iter([0.5, None])
+    tune._search({"lr": [0.1, 0.2]}, lambda settings: next(answers), 2)
+    assert told == [((0.5,), {}), ((), {"state": "fail"})]
+
+
+def test_tuning_refuses_what_it_cannot_use():
+    from perfed import tune
+
+    entry = catalog.find("pgfed")
+    with pytest.raises(Problem, match="nothing to tune"):
+        tune.check_grid({}, entry)
+    with pytest.raises(Problem, match="no setting 'm'"):
+        tune.check_grid({"m": [1]}, entry)
+    with pytest.raises(Problem, match="takes setting=value"):
+        tune.read_grid(["lr"])
+    entry, grid, configure = tune.for_table("pgfed-1", "c10-25", "pgfed-frozen", [], False, [])
+    assert len(list(tune.whole(grid))) == 20
+    made = configure({"lr": 0.001, "mu": 0.05}, 1)
+    assert made.method["pgfed"] == {"lr": 0.001, "mu": 0.05, "alpha_lr": 0.0}
+    assert made.run.seed == 1

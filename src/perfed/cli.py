@@ -92,11 +92,12 @@ def _split(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def _configure(
-    words: list[str] | None, config: Path | None, sets: list[str] | None, settings: dict[str, Any]
+    words: list[str] | None, config: Path | None, sets: list[str] | None, settings: dict[str, Any], apart: str = ""
 ) -> Config:
-    """File, then --set, then options; checked as far as that goes without torch."""
+    """File (without the table `apart`), then --set, then options; checked as far as that goes without torch."""
     names, extra = _split(words or [])
     raw = read_toml(config) if config else {}
+    raw.pop(apart, None)
     for text in sets or []:
         assign(raw, text)
     made = from_dict(place_flags({**settings, **extra}, names, raw))
@@ -315,6 +316,63 @@ def table(
         talk.print(line, markup=False)
     if json:
         _print_json({"table": made.name, "label": made.label, "lines": lines, "files": list(map(str, written))})
+
+
+@app.command(context_settings=_UNKNOWN)
+@_with_settings
+def tune(
+    methods: Methods = None,
+    grid: Annotated[list[str] | None, typer.Option(help="Values to try: lr=0.1,0.01; once for each setting.")] = None,
+    table: Annotated[str | None, typer.Option(help="Take settings and grid from this table (METHOD is a row).")] = None,
+    column: Annotated[str | None, typer.Option(help="The column of that table.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="That table's reduced version.")] = False,
+    seeds: Annotated[int, typer.Option(help="Seeds of every trial.", min=1, max=1000)] = 1,
+    trials: Annotated[int | None, typer.Option(help="Search with Optuna, so many trials.", min=1)] = None,
+    config: ConfigFile = None,
+    sets: Sets = None,
+    out: Annotated[Path, typer.Option(help="Folder of the trials; finished ones are not run again.")] = Path(
+        "runs/tune"
+    ),
+    json: Json = False,
+    quiet: Quiet = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Choose a method's settings on validation samples: every combination of --grid, or of a table's own grid."""
+    names = [word for word in methods or [] if not word.startswith("-")][:1] or [""]
+    if not names[0]:
+        raise Problem("name the method to tune: perfed tune pgfed --grid lr=0.1,0.01")
+    how: dict[str, Any] = {}
+    made = None
+    if table is None:
+        made = _configure(methods, config, sets, settings, apart="grid")
+        if len(made.methods) != 1:
+            raise Problem(f"perfed tune takes one method, not {', '.join(made.methods)}")
+    else:
+        how = {key: settings.pop(key) for key in ("data_dir", "engine", "device") if key in settings}
+        if column is None:
+            raise Problem("--table needs --column: settings are chosen column by column")
+        if settings or config:
+            raise Problem("with --table the settings are the table's: change them with --set section.key=value")
+    from perfed import tune as tuning
+
+    if made is not None:
+        (entry,) = made.entries()
+        values = (read_toml(config).get("grid", {}) if config else {}) | tuning.read_grid(grid or [])
+        values, configure = tuning.check_grid(values, entry), tuning.for_run(made, entry)
+    else:
+        entry, values, configure = tuning.for_table(str(table), str(column), names[0], sets or [], quick, grid or [])
+    with _interruptible(lambda: None):
+        found = tuning.tune(entry, values, configure, out, _console(json, quiet), seeds=seeds, trials=trials, how=how)
+    best, talk = found["best"], _console(json)
+    found["use"] = tuning.line_to_use(entry.name, best["settings"], table or "", names[0], column or "")
+    for one in sorted(found["tried"], key=lambda one: -(one["validation"] or 0)):
+        score = "failed" if one["validation"] is None else f"{one['validation']:.4f}"
+        talk.print(f"{score}  " + "  ".join(f"{k} {v}" for k, v in one["settings"].items()), markup=False)
+    talk.print(f"\nbest validation accuracy {best['validation']:.4f} of {len(found['tried'])} tried", markup=False)
+    talk.print(f"use      {found['use']}\nwritten  {'  '.join(found['files'])}", markup=False)
+    if json:
+        _print_json(found)
 
 
 @partitions.callback(invoke_without_command=True)

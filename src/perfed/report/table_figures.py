@@ -185,9 +185,9 @@ def alpha(protocol: Protocol, out: Path, column: str) -> Figure | None:
     if not kept:
         return None
     clients = next(iter(kept.values())).shape[1]
-    head = f"{protocol.title.partition(':')[0]}: weights of the branches, seed 0 (columns are clients)"
+    head = f"{protocol.columns[column].title}\nweights of the branches, seed 0; one panel per client"
     figure = Figure(figsize=(1.35 * clients, 2.1 * len(kept) + 0.8), layout="constrained")
-    figure.suptitle(("REDUCED settings, not the paper's\n" if protocol.label else "") + head, fontsize=10)
+    figure.suptitle(head, fontsize=10)
     grid = figure.subplots(len(kept), clients, squeeze=False, sharex=True, sharey=True)
     for line, (row, values) in zip(grid, kept.items(), strict=True):
         pairs, distinct = clusters(values[-1])
@@ -196,8 +196,8 @@ def alpha(protocol: Protocol, out: Path, column: str) -> Figure | None:
                 axes.plot(np.arange(1, len(values) + 1), values[:, i, b], color=COLOURS[1 + b % 9], linewidth=1.2)
             axes.set_title(str(i + 1), fontsize=8)
             axes.tick_params(labelsize=7)
-        said = f"{protocol.rows[row].title}: {pairs:.0%} of pairs\non one branch, {distinct} branches in use"
-        line[0].set_ylabel(said, fontsize=6.5)
+        said = f"{protocol.rows[row].title}\n{pairs:.0%} of pairs on one\nbranch, {distinct} in use"
+        line[0].set_ylabel(said, fontsize=8)
     figure.supxlabel("round", fontsize=8)
     return figure
 

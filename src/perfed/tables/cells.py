@@ -72,14 +72,15 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
             continue
         title = f"{protocol.columns[one.column].title}, {protocol.rows[one.row].title}, seed {one.seed}"
         console.print(f"[{at + 1}/{len(left)}] {title}", highlight=False, markup=False)
-        _carry_out(one, protocol.config(one.column, one.row, one.seed), how, console)
+        run_one(one, protocol.config(one.column, one.row, one.seed), how, console)
         if protocol.rows[one.row].watch and one.seed == 0:
             from perfed.tables.watch import alphas
 
             alphas(one)
 
 
-def _carry_out(one: Cell, config: Config, how: dict[str, Any], console: Console) -> None:
+def run_one(one: Cell, config: Config, how: dict[str, Any], console: Console) -> None:
+    """Run one cell to its end, from its checkpoint where it has one."""
     from perfed.experiment import check_same, create, prepare, read_config, train
 
     check_settings(one, config)
@@ -89,7 +90,7 @@ def _carry_out(one: Cell, config: Config, how: dict[str, Any], console: Console)
         config = read_config(one.folder)
     else:
         run = {key: value for key, value in how.items() if key != "data_dir"}
-        data = dataclasses.replace(config.data, dir=how.get("data_dir"))
+        data = dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, **run), data=data)
     experiment = prepare(config)
     if begun:

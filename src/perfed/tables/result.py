@@ -70,8 +70,8 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
         known = [r for r in reached if r is not None]
         line["value"], line["value_std"] = _over(known) if len(known) == len(reached) else (None, None)
         line["reached"] = len(known)
-    comparable = not protocol.label and line["value"] is not None and paper is not None
-    line["difference"] = line["value"] - paper if comparable else None
+    value: float | None = line["value"]
+    line["difference"] = None if protocol.label or value is None or paper is None else value - paper
     line |= _ahead(protocol, column, row, seeds)
     spreads = [metrics.spread(_clients(s, protocol.rule), np.array(s["samples"])) for s in mine.values()]
     for key in ("std", "variance", "p10", "worst10", "jain", "pooled"):
