@@ -33,8 +33,8 @@ def test_every_cell_of_a_file_is_a_valid_run(name, quick):
         for row in made.rows:
             config = made.config(column, row, 0)
             assert config.run.baseline is False
-            kind = (config.data.name, config.methods, str(sorted(config.method.items())))
-            if kind not in seen:
+            kind = (config.model.name, config.methods, str(sorted(config.method.items())))
+            if kind not in seen and not made.source:  # a derived table has the cells of another
                 seen.add(kind)
                 network = make_network(config.model, *SHAPES[config.data.name])
                 make_method(config, config.entries()[0], network, config.data.clients)
@@ -299,3 +299,40 @@ def test_tuning_refuses_what_it_cannot_use():
     made = configure({"lr": 0.001, "mu": 0.05}, 1)
     assert made.method["pgfed"] == {"lr": 0.001, "mu": 0.05, "alpha_lr": 0.0}
     assert made.run.seed == 1
+
+
+# ------------------------------------------------------------------ clients that join later
+
+
+def test_some_of_the_clients(clients):
+    from perfed.tables.joining import some
+
+    last = some(clients, 1, len(clients))
+    assert last.names == clients.names[1:]
+    for split in ("train", "val", "test"):
+        whole, part, skipped = clients.split(split), last.split(split), clients.split(split).size[0]
+        assert part.size == whole.size[1:]
+        assert part.x.equal(whole.x[skipped:])
+        assert part.y.equal(whole.y[skipped:])
+
+
+def test_those_who_join_are_scored_epoch_by_epoch(tmp_path):
+    """Four of five train; the fifth tunes their model, and starts from scratch under Local."""
+    from rich.console import Console
+
+    from perfed.tables.cells import carry_out, cell
+
+    small = ["run.rounds=3", "data.clients=5", "run.participation=1.0", "train.lr=0.1", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-fig4"), small, True), [], ["local", "fedavg"], 1)
+    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    one = cell(made, tmp_path, "c10", "fedavg", 0)
+    assert one.done
+    assert len(json.loads((one.folder / "clients.json").read_text())["clients"]) == 4
+    found = json.loads((one.folder / "newcomers.json").read_text())
+    assert (len(found["epochs"]), len(found["epochs"][0])) == (20, 1)
+    lines = {line["row"]: line for line in result.lines(made, tmp_path)}
+    accuracies = [epoch[0]["test"]["accuracy"] for epoch in found["epochs"]]
+    assert lines["fedavg"]["max"] == pytest.approx(100 * max(accuracies))
+    assert lines["fedavg"]["last"] == pytest.approx(100 * accuracies[-1])
+    alone = json.loads((cell(made, tmp_path, "c10", "local", 0).folder / "newcomers.json").read_text())
+    assert found["epochs"][0][0]["test"]["loss"] < alone["epochs"][0][0]["test"]["loss"]  # a better start

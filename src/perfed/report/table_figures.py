@@ -96,8 +96,9 @@ def over_rounds(protocol: Protocol, out: Path, column: str) -> Figure | None:
     figure, (left, right) = _new(protocol, column, 11, 5, 2)
     _plot(protocol, left, accuracy)
     _plot(protocol, right, _curves(protocol, out, column, "loss", "rounds"))
-    left.set(xlabel="round", ylabel=f"{what} test accuracy")
-    right.set(xlabel="round", ylabel="mean test loss", yscale="log")
+    along = "epoch of the clients that joined" if protocol.columns[column].first else "round"
+    left.set(xlabel=along, ylabel=f"{what} test accuracy")
+    right.set(xlabel=along, ylabel="mean test loss", yscale="log")
     _legend(figure, left, 4)
     return figure
 

@@ -17,6 +17,8 @@ from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
 from perfed.tables.protocol import Protocol
 
+NEWCOMERS = "newcomers.json"  # scores of clients that joined later, epoch by epoch
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -27,11 +29,13 @@ class Cell:
     seed: int
     method: str
     folder: Path  # a run folder, once it has begun
+    first: float = 0.0  # share of the clients that train; the others join later
+    tuned: int = 0
 
     @property
     def done(self) -> bool:
         """Whether the run is finished."""
-        return (self.folder / self.method / "result.json").exists()
+        return (self.folder / (NEWCOMERS if self.first else f"{self.method}/result.json")).exists()
 
     @property
     def record(self) -> Path:
@@ -42,9 +46,8 @@ class Cell:
 def cell(protocol: Protocol, out: Path, column: str, row: str, seed: int) -> Cell:
     """The run that this cell is read from: a longer one of the same settings where there is one."""
     runs, longer = protocol.rows[row].runs, protocol.columns[column].same
-    make = lambda name: Cell(
-        name, runs, seed, protocol.rows[runs].method, out / protocol.cells / name / runs / f"seed_{seed}"
-    )
+    one, place = protocol.columns[column], lambda name: out / protocol.cells / name / runs / f"seed_{seed}"
+    make = lambda name: Cell(name, runs, seed, protocol.rows[runs].method, place(name), one.first, one.tuned)
     return make(longer) if longer and make(longer).done else make(column)
 
 
@@ -82,6 +85,7 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
 def run_one(one: Cell, config: Config, how: dict[str, Any], console: Console) -> None:
     """Run one cell to its end, from its checkpoint where it has one."""
     from perfed.experiment import check_same, create, prepare, read_config, train
+    from perfed.tables.joining import old_hands, welcome
 
     check_settings(one, config)
     _write_record(one, config)
@@ -93,11 +97,15 @@ def run_one(one: Cell, config: Config, how: dict[str, Any], console: Console) ->
         data = dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, **run), data=data)
     experiment = prepare(config)
+    if one.first:
+        experiment = old_hands(experiment, one.first)
     if begun:
         check_same(experiment, one.folder, lambda text: console.print(text, highlight=False))
     else:
         create(experiment, one.folder)
     train(experiment, one.folder, console)
+    if one.first:
+        welcome(prepare(config), one)
 
 
 def check_settings(one: Cell, config: Config) -> None:

@@ -20,7 +20,7 @@ PLACES = (HERE.parents[3] / "bench", HERE.parents[1] / "bench")  # a checkout's,
 KINDS = ("accuracy", "rounds", "gain")  # what a cell of the table says
 RULES = ("max", "val", "last10", "last")  # see `scores.py`
 _PARTS = (*SECTIONS, "train")
-_COLUMN = {"title", "same", "until", *_PARTS}
+_COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
 _ROW = {"method", "title", "settings", "run", "grid", "model", "cell", "paper", "std", "plain", "at", "note", "watch"}
 _FILE = {"title", "paper", "kind", "rule", "metric", "seeds", "own", "target", "runs", "show", "figures", "notes"}
 _QUICK = {"columns", "rows", "seeds", "settings", *_PARTS}
@@ -35,6 +35,8 @@ class Column:
     parts: dict[str, dict[str, Any]]  # sections of a configuration
     same: str = ""  # the column whose longer runs have this column's rounds in them
     until: int = 0  # last round that counts; 0: all
+    first: float = 0.0  # share of the clients that train; the others join later, and are what is scored; 0: all train
+    tuned: int = 0  # epochs in which those who join tune what the server has
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def _read(path: Path, raw: dict[str, Any]) -> Protocol:
         parts = {part: over.get(part, {}) | table.get(part, {}) for part in _PARTS}
         if models.is_path(parts["model"].get("name", "")):  # beside the file that names it
             parts["model"]["name"] = str(path.parent / parts["model"]["name"])
-        columns[name] = Column(name, table["title"], parts, table.get("same", ""), table.get("until", 0))
+        kept = {key: table[key] for key in ("title", "same", "until", "first", "tuned") if key in table}
+        columns[name] = Column(name, parts=parts, **kept)
     rows = {name: _row(path, name, table, list(columns)) for name, table in raw["rows"].items()}
     for row in rows.values():
         if row.cell and row.cell not in rows:

@@ -15,7 +15,7 @@ from perfed import files, metrics
 from perfed.core.errors import Problem
 from perfed.metrics import Curves
 from perfed.results import Run
-from perfed.tables.cells import Cell
+from perfed.tables.cells import NEWCOMERS, Cell
 from perfed.tables.protocol import RULES
 
 LATE = 10  # rounds
@@ -34,6 +34,16 @@ def picked(curve: Curves, rule: str) -> tuple[int | None, np.ndarray]:
     return int(curve.rounds[at]), curve.test[at]
 
 
+def _of_newcomers(found: dict[str, Any]) -> Curves:
+    """Epochs of those who joined later, in place of rounds."""
+    pick = lambda split, key: np.array(
+        [[one.get(split, {}).get(key) for one in epoch] for epoch in found["epochs"]], dtype=float
+    )
+    epochs = np.arange(1, len(found["epochs"]) + 1)
+    numbers = pick("test", "accuracy"), pick("val", "accuracy"), pick("test", "loss")
+    return Curves(epochs, *numbers, np.array(found["samples"]))
+
+
 def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     """Everything a table needs of one cell, in plain values; kept beside the run, so that logs are read once."""
     place = cell.folder / f"scores_{model}_{until or 'all'}.json"
@@ -42,8 +52,13 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     run = Run(cell.folder)
     if model not in run.result(cell.method)["clients"][0]:
         raise Problem(f"{cell.method} has no model '{model}' to score")
-    curve = metrics.curves(run, cell.method, model, until)
     rounds, sent = metrics.traffic(run, cell.method)
+    if cell.first:
+        curve = _of_newcomers(files.read_json(cell.folder / NEWCOMERS))
+        spent = [int(sent[-1]) for _ in curve.rounds]
+    else:
+        curve = metrics.curves(run, cell.method, model, until)
+        spent = [int(sent[rounds == r][0]) for r in curve.rounds]
     environment = files.read_json(cell.folder / "env.json")
     n = np.where(np.isnan(curve.test), 0, curve.samples)
     plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
@@ -54,7 +69,7 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         "mean": plain(curve.mean),
         "pooled": plain((np.nan_to_num(curve.test) * n).sum(1) / n.sum(1)),
         "loss": plain(metrics.means(curve.loss)),
-        "sent": [int(sent[rounds == r][0]) for r in curve.rounds],
+        "sent": spent,
         "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
         "system": metrics.system(run, cell.method, curve),
         "machine": f"{environment['device']}, engine {environment['engine']}, torch {environment['versions']['torch']}",

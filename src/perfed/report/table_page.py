@@ -1,0 +1,42 @@
+"""The page of reproductions: every table with its command, its choices and the results that come with perfed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perfed.report.table_text import body
+from perfed.tables import protocol
+from perfed.tables.make import file_name, kept
+from perfed.tables.protocol import Protocol
+from perfed.tables.result import from_csv
+
+
+def page() -> str:
+    """Everything between the page's marks; made from files alone."""
+    return "\n".join(_section(protocol.find(name)) for name in protocol.names())
+
+
+def _section(made: Protocol) -> str:
+    text = [f"### {made.title}", "", f"`perfed table {made.name}`. {made.paper}", ""]
+    if made.source:
+        text += [f"Read off the runs of `{made.source}`.", ""]
+    text += [f"- {note}" for note in made.notes]
+    text += [f"- {row.title}: {row.note}." for row in made.rows.values() if row.note and not made.source]
+    text += ["", _results(made), _results(protocol.reduced(made, [], quick=True))]
+    return "\n".join(text)
+
+
+def _results(made: Protocol) -> str:
+    name = f"`{file_name(made)}`"
+    if not kept(made).is_file():
+        cells = len(made.columns) * len(made.rows)
+        return f"**{name}: not run** ({cells} cells of {made.seeds} seeds each).\n"
+    table = from_csv(kept(made))
+    shown = protocol.chosen(made, list(dict.fromkeys(line["column"] for line in table)), [], None)
+    pictures = sorted(kept(made).parent.glob(f"{file_name(made)}-*.png"))
+    text = [f"**{name}**" + (f": {made.label}" if made.label else ""), "", body(shown, table, metrics=False)]
+    return "\n".join(text + [f"![{one.stem}]({_link(one)})\n" for one in pictures])
+
+
+def _link(picture: Path) -> str:
+    return f"../bench/results/{picture.name}"
