@@ -336,3 +336,32 @@ def test_those_who_join_are_scored_epoch_by_epoch(tmp_path):
     assert lines["fedavg"]["last"] == pytest.approx(100 * accuracies[-1])
     alone = json.loads((cell(made, tmp_path, "c10", "local", 0).folder / "newcomers.json").read_text())
     assert found["epochs"][0][0]["test"]["loss"] < alone["epochs"][0][0]["test"]["loss"]  # a better start
+
+
+def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
+    """Stopped after its first checkpoint, it ends with the same logs as one that was not."""
+    from rich.console import Console
+
+    from perfed.federation import Federation
+    from perfed.tables.cells import carry_out, cell
+
+    small = ["run.rounds=3", "run.checkpoint_every=1", "data.clients=4", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), small, True), [], ["fedavg-own"], 1)
+    how = {"engine": "sequential", "device": "cpu"}
+    carry_out(made, tmp_path / "whole", Console(quiet=True), how)
+    step, rounds = Federation.step, []
+
+    def stop(self, *given):
+        rounds.append(self.round)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    monkeypatch.setattr(Federation, "step", stop)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(made, tmp_path / "stopped", Console(quiet=True), how)
+    assert not cell(made, tmp_path / "stopped", "c10-25", "fedavg-own", 0).done
+    carry_out(made, tmp_path / "stopped", Console(quiet=True), how)
+    assert rounds == [0, 1, 1, 2]  # the first round was not run again
+    first, second = (result.lines(made, tmp_path / place)[0] for place in ("whole", "stopped"))
+    assert [first[rule] for rule in protocol.RULES] == [second[rule] for rule in protocol.RULES]

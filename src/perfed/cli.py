@@ -308,6 +308,8 @@ def table(
     with _interruptible(lambda: None):
         lines, written = make(made, out, console, only_report=only_report, command=command, how=how)
     talk = _console(json)
+    if not talk.is_terminal:
+        talk.width = 200
     talk.print(made.title + (f"\n{made.label}" if made.label else ""), markup=False)
     for place in made.columns:
         talk.print(f"\n{made.columns[place].title}", markup=False)

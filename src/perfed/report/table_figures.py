@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from perfed import files
 from perfed.report.picture import COLOURS, STYLES
@@ -80,6 +81,7 @@ def _plot(protocol: Protocol, axes: Any, curves: dict[str, Curve]) -> None:
         axes.plot(x, mean, color=colour, linestyle=style, label=protocol.rows[row].title, linewidth=thick)
         axes.fill_between(x, mean - std, mean + std, color=colour, alpha=0.15, linewidth=0)
     axes.grid(alpha=0.3)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _legend(figure: Figure, axes: Any, columns: int = 3) -> None:
@@ -161,13 +163,9 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     limit = float(np.abs(change).max()) or 1.0
     shown = axes[0].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
     figure.colorbar(shown, ax=axes[0], shrink=0.85)
-    axes[0].set(
-        xlabel="client j, smallest first", ylabel="client i, smallest first", title="change of alpha_ij, seed 0"
-    )
-    titles = (
-        f"columns: how much j is used (r = {of_columns:+.2f})",
-        f"rows: how much i uses others (r = {of_rows:+.2f})",
-    )
+    axes[0].set(xlabel="client j, smallest first", ylabel="client i, smallest first", xticks=[], yticks=[])
+    axes[0].set_title("change of alpha_ij from its start, seed 0", fontsize=10)
+    titles = (f"columns: use of client j (r = {of_columns:+.2f})", f"rows: use by client i (r = {of_rows:+.2f})")
     for at, (panel, title) in enumerate(zip(axes[1:], titles, strict=True)):
         panel.scatter(train, change.mean(at), s=14, color=COLOURS[2 - at])
         panel.set(xlabel="training samples", ylabel="mean change")

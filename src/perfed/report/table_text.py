@@ -15,8 +15,8 @@ MEANING = (
     "Rules: best test, the round with the highest mean test accuracy (optimistic); best val., the round with the "
     "highest mean validation accuracy; last ten, the mean over the evaluations of the last ten rounds; last, the last "
     "round. ± is over seeds, in the paper as printed there. Rows in parentheses are not in the paper: they show what "
-    "is the method's own doing. `minus row`: the paper's own method minus this row, paired over clients and seeds, "
-    "with a 95 % bootstrap interval."
+    "is the method's own doing. `minus row`: the paper's own method minus this row, mean over clients and seeds, "
+    "paired, with a 95 % bootstrap interval."
 )
 
 
