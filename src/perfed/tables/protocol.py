@@ -16,7 +16,7 @@ from perfed.config import SECTIONS, Config, assign, from_dict, read_toml
 from perfed.core.errors import Problem, nearest
 
 HERE = Path(__file__).resolve()
-PLACES = (HERE.parents[3] / "bench", HERE.parents[1] / "bench")  # a checkout's, an installed package's
+PLACES = (HERE.parents[1] / "bench", HERE.parents[3] / "bench")  # an installed package's, a checkout's
 KINDS = ("accuracy", "rounds", "gain")  # what a cell of the table says
 RULES = ("max", "val", "last10", "last")  # see `scores.py`
 _PARTS = (*SECTIONS, "train")
