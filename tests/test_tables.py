@@ -365,3 +365,19 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
     assert rounds == [0, 1, 1, 2]  # the first round was not run again
     first, second = (result.lines(made, tmp_path / place)[0] for place in ("whole", "stopped"))
     assert [first[rule] for rule in protocol.RULES] == [second[rule] for rule in protocol.RULES]
+
+
+def test_a_diverged_cell_is_a_result(tmp_path):
+    from rich.console import Console
+
+    from perfed.report.table_text import cells
+    from perfed.tables.cells import carry_out, missing
+
+    # Momentum that goes on for long at a huge rate: weights grow without end, and no ReLU dies on the way.
+    small = ["run.rounds=2", "data.clients=4", "model.name=mlr", "train.lr=1e15", "train.weight_decay=1e15"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), small, True), [], ["local", "fedavg"], 1)
+    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    assert not list(missing(made, tmp_path))  # it would diverge again
+    lines = result.lines(made, tmp_path)
+    assert [(line["seeds"], line["diverged"], line["value"]) for line in lines] == [(0, 1, None)] * 2
+    assert [row[2] for row in cells(made, lines, "c10-25")] == ["diverged", "diverged"]

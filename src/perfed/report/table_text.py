@@ -9,7 +9,7 @@ from perfed.report.tables import markdown, size
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import Line, agreement
 
-NOT_RUN = "not run"
+NOT_RUN, DIVERGED = "not run", "diverged"
 RULE = {"max": "best test", "val": "best val.", "last10": "last ten", "last": "last"}
 MEANING = (
     "Rules: best test, the round with the highest mean test accuracy (optimistic); best val., the round with the "
@@ -49,12 +49,12 @@ def _cells(protocol: Protocol, line: Line, here: list[Line]) -> tuple[str, ...]:
     paper = _pair(line["paper"], line["paper_std"], 0 if whole else 2)
     width = len(headings(protocol))
     if not line["seeds"]:
-        return (title, paper, NOT_RUN, *("-",) * (width - 4), "0")
+        return (title, paper, DIVERGED if line["diverged"] else NOT_RUN, *("-",) * (width - 4), "0")
     value = _pair(line["value"], line["value_std"], 1 if whole else 2)
     if whole and line["value"] is None:
         value = f"reached by {line['reached']:.0f} of {line['seeds']:.0f}"
     difference = "-" if line["difference"] is None else f"{line['difference']:+.{1 if whole else 2}f}"
-    seeds = f"{line['seeds']:.0f}"
+    seeds = f"{line['seeds']:.0f}" + (f", {line['diverged']:.0f} {DIVERGED}" if line["diverged"] else "")
     if whole:
         speed = [
             _speed_up(line[key], [other[key] for other in here if not other["plain"]]) for key in ("paper", "value")

@@ -38,6 +38,11 @@ class Cell:
         return (self.folder / (NEWCOMERS if self.first else f"{self.method}/result.json")).exists()
 
     @property
+    def diverged(self) -> bool:
+        """Whether the run came to numbers that are not finite; it would again."""
+        return self.record.exists() and "diverged" in files.read_json(self.record)
+
+    @property
     def record(self) -> Path:
         """What was asked for, beside the folder."""
         return self.folder.with_suffix(".json")
@@ -58,7 +63,7 @@ def missing(protocol: Protocol, out: Path) -> Iterator[Cell]:
         for seed in range(protocol.seeds):  # all methods of a seed before the next: what is there can be compared
             for row in protocol.rows:
                 one = cell(protocol, out, column, row, seed)
-                if not one.done and one.folder not in seen:
+                if not one.done and not one.diverged and one.folder not in seen:
                     seen.add(one.folder)
                     yield one
 
@@ -75,7 +80,14 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
             continue
         title = f"{protocol.columns[one.column].title}, {protocol.rows[one.row].title}, seed {one.seed}"
         console.print(f"[{at + 1}/{len(left)}] {title}", highlight=False, markup=False)
-        run_one(one, protocol.config(one.column, one.row, one.seed), how, console)
+        try:
+            run_one(one, protocol.config(one.column, one.row, one.seed), how, console)
+        except Problem as problem:
+            if not str(problem).startswith("training diverged"):
+                raise
+            console.print(f"{problem}", highlight=False, markup=False)  # a result, too: the table goes on
+            files.write_json(one.record, files.read_json(one.record) | {"diverged": str(problem)})
+            continue
         if protocol.rows[one.row].watch and one.seed == 0:
             from perfed.tables.watch import alphas
 

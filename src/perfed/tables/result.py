@@ -39,18 +39,23 @@ def lines(protocol: Protocol, out: Path, command: str = "") -> list[Line]:
     for column in protocol.columns:
         seeds = {row: found(protocol, out, column, row) for row in protocol.rows}
         made += [
-            _line(protocol, column, row, seeds) | {"command": command}
+            _line(protocol, column, row, seeds, _diverged(protocol, out, column, row)) | {"command": command}
             for row in protocol.rows
             if not (protocol.kind == "gain" and row == LOCAL)
         ]
     return made
 
 
-def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, Any]]) -> Line:
+def _diverged(protocol: Protocol, out: Path, column: str, row: str) -> int:
+    return sum(cell(protocol, out, column, row, seed).diverged for seed in range(protocol.seeds))
+
+
+def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, Any]], diverged: int) -> Line:
     one, mine = protocol.rows[row], seeds[row]
     paper, std = protocol.number(row, column)
     line: Line = {"table": protocol.name, "label": protocol.label, "column": column, "row": row, "title": one.title}
-    line |= {"plain": one.plain, "rule": protocol.rule, "seeds": len(mine), "paper": paper, "paper_std": std}
+    line |= {"plain": one.plain, "rule": protocol.rule, "seeds": len(mine), "diverged": diverged}
+    line |= {"paper": paper, "paper_std": std}
     line |= {key: "; ".join(dict.fromkeys(s[key] for s in mine.values())) for key in ("machine", "version", "commit")}
     for rule in RULES:
         line[rule], line[f"{rule}_std"] = _over([_headline(protocol, s, rule) for s in mine.values()])
