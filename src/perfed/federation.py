@@ -21,6 +21,7 @@ from perfed.states import States
 
 DIVERGED, BAD_WEIGHT = 0, 1  # what can be wrong with an upload
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
+ON_A_GPU = 256  # the same where a piece is one computation
 
 
 @dataclass
@@ -133,7 +134,7 @@ class Federation:
                     save(id, shared)
             return values
         pieces = []
-        for ids in pieces_of(len(self.clients)):
+        for ids in pieces_of(self):
             found = self.engine.evaluate(self.round, *self.show(ids), keep=save is not None)
             self._save(ids, found, save)
             pieces.append(found.values)
@@ -173,7 +174,8 @@ class Federation:
         finite = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         for leaf in leaves((states, up.mean, up.own)):
             if leaf.is_floating_point():
-                finite &= leaf[:, None].flatten(1).isfinite().all(1)
+                # The largest number of a row tells whether all are finite, in one look at each.
+                finite &= torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
         weighted = up.weight.isfinite() & (up.weight >= 0)
         wrong = torch.where(finite, torch.where(weighted, -1, BAD_WEIGHT), DIVERGED)
         row = (wrong >= 0).to(torch.uint8).argmax(0, keepdim=True)  # the first; an index of no axis would be waited for
@@ -197,9 +199,10 @@ class Federation:
         )
 
 
-def pieces_of(count: int) -> list[list[int]]:
+def pieces_of(federation: Federation) -> list[list[int]]:
     """Clients that are evaluated together."""
-    step = EVALUATED_AT_ONCE
+    count = len(federation.clients)
+    step = ON_A_GPU if federation.method.model.device.type == "cuda" else EVALUATED_AT_ONCE
     return [list(range(first, min(first + step, count))) for first in range(0, count, step)]
 
 
@@ -228,7 +231,7 @@ def evaluate_together(
     pieces: list[list[Values]] = [[] for _ in federations]
     for f in federations:
         f.check()
-    for ids in pieces_of(len(federations[0].clients)):
+    for ids in pieces_of(federations[0]):
         scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep=savers is not None)
         for at, (f, found) in enumerate(zip(federations, scores, strict=True)):
             f._save(ids, found, each[at])

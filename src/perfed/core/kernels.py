@@ -350,14 +350,20 @@ def _norm_grad(
 
 
 @triton.jit
-def _uniform(key, out, N, BLOCK: tl.constexpr):
-    """Numbers in [0, 1) from keys, bit for bit those of `random.uniform`."""
-    c = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(key + c) + (at + 1) * -7046029254386353131
+def _derived(key, part):
+    """One part of `random.derive`."""
+    z = key + (part + 1) * -7046029254386353131
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
-    z = z ^ ((z >> 31) & 0x1FFFFFFFF)
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+@triton.jit(do_not_specialize=["first", "second"])
+def _uniform(key, out, N, first, second, BLOCK: tl.constexpr):
+    """Numbers in [0, 1) from keys, bit for bit those of `random.uniform(derive(key, first, second))`."""
+    c = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    z = _derived(_derived(_derived(tl.load(key + c), first.to(tl.int64)), second.to(tl.int64)), at)
     u = ((z >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
     tl.store(out + c * N + at, u.to(tl.float32), mask=at < N)
 
@@ -546,7 +552,7 @@ _LIBRARY.define("group_norm(Tensor x, Tensor w, Tensor b, int groups, float eps)
 _LIBRARY.define(
     "group_norm_grad(Tensor g, Tensor x, Tensor w, Tensor mean, Tensor scale, int groups) -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.define("uniform(Tensor key, int count) -> Tensor")
+_LIBRARY.define("uniform(Tensor key, int first, int second, int count) -> Tensor")
 _LIBRARY.define("cross_entropy(Tensor logits, Tensor y) -> Tensor")
 _LIBRARY.define("cross_entropy_grad(Tensor logits, Tensor y, Tensor g) -> Tensor")
 
@@ -582,9 +588,9 @@ def _op_loss_grad(logits: Tensor, y: Tensor, g: Tensor) -> Tensor:
     return out
 
 
-def _op_uniform(key: Tensor, count: int) -> Tensor:
+def _op_uniform(key: Tensor, first: int, second: int, count: int) -> Tensor:
     out = torch.empty(len(key), count, device=key.device)
-    _uniform[(triton.cdiv(count, 1024), len(key))](key.contiguous(), out, count, 1024)
+    _uniform[(triton.cdiv(count, 1024), len(key))](key.contiguous(), out, count, first, second, 1024)
     return out
 
 
@@ -685,8 +691,8 @@ class _Uniform(_ForBlocks):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def vmap(info: Any, dims: Any, key: Tensor, count: int) -> Any:
-        return torch.ops.perfed.uniform(*_rows(info.batch_size, dims, key), count), 0
+    def vmap(info: Any, dims: Any, key: Tensor, first: int, second: int, count: int) -> Any:
+        return torch.ops.perfed.uniform(*_rows(info.batch_size, dims, key), first, second, count), 0
 
 
 class _CrossEntropy(_ForBlocks):
@@ -724,6 +730,44 @@ def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tens
     return _GroupNorm.apply(x, w, b, groups, eps)[0]
 
 
-def uniform(key: Tensor, count: int) -> Tensor:
-    """`random.uniform` for one client, inside vmap."""
-    return _Uniform.apply(key, count)
+def uniform(key: Tensor, first: int, second: int, count: int) -> Tensor:
+    """`random.uniform` of a derived key, for one client inside vmap."""
+    return _Uniform.apply(key, first, second, count)
+
+
+@triton.jit
+def _step_keys(key, at, out, M, BLOCK: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    step = tl.load(at)
+    one = step * 0 + 1  # a number of 64 bits, as all others
+    tl.store(out + c, _derived(_derived(tl.load(key + c, mask=c < M, other=0), one), step), mask=c < M)
+
+
+def step_keys(key: Tensor, at: Tensor) -> Tensor:
+    """`data.step_key` of every row, for a step that only the device knows."""
+    out = torch.empty_like(key)
+    _step_keys[(1,)](key, at, out, len(key), _two(len(key)))
+    return out
+
+
+@triton.jit
+def _weighted(x, share, out, M, N, G, BLOCK: tl.constexpr):
+    """Rows added in order with weights, in double precision."""
+    g = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float64)
+    place = x + at
+    for m in range(M):
+        total += tl.load(share + m * G + g) * tl.load(place, mask=at < N, other=0.0).to(tl.float64)
+        place += N
+    tl.store(out + g.to(tl.int64) * N + at, total, mask=at < N)
+
+
+def weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
+    """Sum over rows [m, n] with weights [m, groups] in float64: [groups, n], one look at each number."""
+    flat, weights = rows.reshape(len(rows), -1).contiguous(), share.double().contiguous()
+    (m, n), groups = flat.shape, weights.shape[1]
+    out = torch.empty(groups, n, dtype=torch.float64, device=rows.device)
+    if n:
+        _weighted[(triton.cdiv(n, 1024), groups)](flat, weights, out, m, n, groups, 1024)
+    return out.view(groups, *rows.shape[1:])

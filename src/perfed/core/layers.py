@@ -69,13 +69,12 @@ class Drop(nn.Module):
             return x
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1
-        key = derive(self.key, self.salt, self.calls)
-        if covered(x, key):
+        if covered(x, self.key):
             from perfed.core import kernels
 
-            keep = kernels.uniform(key, math.prod(shape)).reshape(shape) >= self.p
+            keep = kernels.uniform(self.key, self.salt, self.calls, math.prod(shape)).reshape(shape) >= self.p
         else:
-            keep = uniform(key, shape, x.dtype) >= self.p
+            keep = uniform(derive(self.key, self.salt, self.calls), shape, x.dtype) >= self.p
         return x * keep / (1 - self.p)
 
 

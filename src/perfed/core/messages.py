@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -72,7 +73,11 @@ def _sums(share: Tensor, stacked: Tensor) -> Tensor:
 
 
 def _products(share: Tensor, stacked: Tensor) -> Tensor:
-    """The same as matrix products over some columns at a time: a few kernels, whatever the number of clients."""
+    """The same on a GPU: one kernel of our own, or matrix products over some columns at a time."""
+    if find_spec("triton") is not None:
+        from perfed.core import kernels
+
+        return kernels.weighted_sum(stacked, share)
     flat = stacked[:, None].flatten(1)
     parts = [share.T @ some.double() for some in flat.split(max(1, AT_ONCE // len(flat)), 1)]
     return torch.cat(parts, 1).view(-1, *stacked.shape[1:])

@@ -141,7 +141,9 @@ class Method(ABC):
 
     def start(self, theta: Tensor) -> Any:
         """The optimiser's state before its first step."""
-        return torch.zeros_like(theta) if self.optimizer == "sgd" else adam_start(theta)
+        if self.optimizer != "sgd":
+            return adam_start(theta)
+        return torch.zeros_like(theta if self.momentum else theta[:0])  # without momentum there is nothing to carry
 
     def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
         """One optimiser step; what is outside `only` gets no gradient, no decay, no momentum."""

@@ -92,7 +92,7 @@ class Engine(ABC):
         begin, size = source.start[first], source.size[first:last]
         some = [slice(at, min(at + step, begin + sum(size))) for at in range(begin, begin + sum(size), step)]
         key, ready = self.key(), lambda rows: self.clients.ready(source.x[rows], self.method.model.dtype)
-        each = [self.method.rate(Batch(ready(r), source.y[r], None, key), models) for r in some]
+        each = [self._rate(Batch(ready(r), source.y[r], None, key), models) for r in some]
         count = send(torch.tensor(size), source.y.device)
 
         def mean(*parts: Tensor) -> Tensor:
@@ -100,6 +100,9 @@ class Engine(ABC):
             return (total / count).to(parts[0].dtype)  # NaN for a client without samples
 
         return tree_map(mean, *each)
+
+    def _rate(self, batch: Batch, models: dict[str, Tensor]) -> Any:
+        return self.method.rate(batch, models)
 
     @cached_property
     def splits(self) -> tuple[str, ...]:

@@ -251,12 +251,16 @@ class Program:
             if isinstance(item, fx.Node) and item.all_input_nodes and _is_view(item):
                 source = item.all_input_nodes[0]
                 root[item] = root.get(source, source)
+        old = lambda k, r: root.get(r, r) in self.holders and r is not self.holders[k]
+        self.borrowed = {k for k, r in enumerate(self.results) if k < len(self.holders) and old(k, r)}
         safe: dict[fx.Node, int] = {}
         for at, item in enumerate(self.items):
             if isinstance(item, Cluster):
                 for node in item.outputs:
                     if node in self.results:
                         k = self.results.index(node)
+                        if k >= len(self.holders):
+                            continue
                         holder = self.holders[k]
                         # Neither a result nor a view that this kernel reads elsewhere may be the old value.
                         seen = [*self.results, *(r for r in self._reads(item) if r is not holder)]
@@ -278,6 +282,8 @@ class Program:
             for node in done:
                 env.pop(node, None)
         out = [env[r] for r in self.results]
+        # A result that is an argument, or looks at one, is taken before that argument is overwritten.
+        out = [t.clone() if k in self.borrowed and into else t for k, t in enumerate(out)]
         for k, target in enumerate(into):
             if out[k] is not target:
                 target.copy_(out[k])
@@ -355,7 +361,7 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
     clusters: dict[int, Cluster] = {}
     for number, inside in members.items():
         inside.sort(key=position.__getitem__)
-        if len(inside) > 1:
+        if len(inside) > 1 or _worth_it(inside[0], results):
             made = [n for n in inside if not _row_sum(n)]
             clusters[number] = Cluster(made, _shape(made[0]), [n for n in inside if _row_sum(n)])
     for number, cluster in clusters.items():
@@ -363,6 +369,11 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
     absorbed = {c.joined for c in clusters.values() if c.joined is not None}
     order = _sorted(members, after)
     return [clusters[k] if k in clusters else members[k][0] for k in order if members[k][0] not in absorbed]
+
+
+def _worth_it(node: fx.Node, results: set[Any]) -> bool:
+    """Whether one operation alone is better as a kernel: it can overwrite its argument, or read pieces."""
+    return _simple(node) and (node in results or any(n.target is aten.cat.default for n in node.all_input_nodes))
 
 
 def _finish(cluster: Cluster, inside: list[fx.Node], results: set[Any]) -> None:
@@ -565,9 +576,12 @@ def _kernel(
         lines.append(f"v{k} = tl.load(p{k} + {places[k]}{masked}){truth}")
         value[node] = f"v{k}"
     for k, node in enumerate(cluster.nodes):
-        words = [value[a] if isinstance(a, fx.Node) and a in value else _constant(a) for a in node.args]
+        # Named by its kind: Triton compares with numbers of single precision otherwise.
+        double = any(_value(a) and _value(a).dtype == torch.float64 for a in node.all_input_nodes)
+        say = (lambda text: f"tl.full((), {text}, tl.float64)") if double else (lambda text: text)
+        words = [value[a] if isinstance(a, fx.Node) and a in value else say(_constant(a)) for a in node.args]
         if "alpha" in node.kwargs:
-            words[1] = f"({_literal(node.kwargs['alpha'])} * {words[1]})"
+            words[1] = f"({say(_literal(node.kwargs['alpha']))} * {words[1]})"
         lines.append(f"t{k} = {_WORDS[node.target].format(*words)}")
         value[node] = f"t{k}"
     for k, node in enumerate(outputs):

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
+from perfed.core import kernels
 from perfed.core.clients import Clients
-from perfed.core.data import step_key
 from perfed.core.fast import fast
 from perfed.engines.fuse import Program, Rows, record
 
@@ -140,7 +140,7 @@ class Loop:
             rows = index.clamp_min(0) + self.start[:width, None]
             x = self.clients.ready(source.x[rows.flatten()], self.dtype).unflatten(0, rows.shape)
             y, weight = source.y[rows], (index >= 0).to(self.dtype)
-        keys = step_key(key[:width], self.at[0]) if self.keyed else key[:width]
+        keys = kernels.step_keys(key[:width], self.at) if self.keyed else key[:width]
         return [x, y, weight, keys] if self.weighted else [x, y, keys]
 
     def _images(self, table: Tensor, width: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:

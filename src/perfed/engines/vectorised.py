@@ -22,6 +22,7 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
 from perfed.core.errors import Problem
+from perfed.core.fast import fast
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -55,7 +56,7 @@ class Vectorised(Engine):
         block: int = 0,
         compile: bool | str = False,
         sizes: Sequence[int] = (),
-        fast: bool = False,
+        fast: bool = False,  # kernels for whole cohorts, and recorded steps
         **options: Any,
     ):
         super().__init__(method, clients.to(method.model.device), **options)
@@ -79,12 +80,21 @@ class Vectorised(Engine):
         blocks = [rows[first : first + step] for first in range(0, len(rows), step)]
         out = [self._block(parts, block) for block in blocks]
         joined = tree_map(lambda *t: t[0] if len(t) == 1 else torch.cat(t), *out)
+        if len(parts) == 1 and rows == sorted(rows):
+            return [joined]
         found = []
         for at, part in enumerate(parts):
             place = {row: k for k, (p, row) in enumerate(rows) if p == at}
             back = self._send(torch.tensor([place[row] for row in range(len(part.ids))]))
             found.append(tree_map(lambda t, b=back: t.index_select(0, b), joined))
         return found
+
+    def _rate(self, batch: Batch, models: dict[str, Tensor]) -> Any:
+        if self.runner.recorder is None:
+            return super()._rate(batch, models)
+        with fast():  # a block of one: the same kernels
+            one = lambda x, y: self.method.rate(Batch(x, y, None, batch.key), models)
+            return tree_map(lambda t: t[0], vmap(one)(batch.x[None], batch.y[None]))
 
     def _send(self, numbers: Tensor) -> Tensor:
         return send(numbers, self.method.model.device)
@@ -95,7 +105,9 @@ class Vectorised(Engine):
         where, whose = self._send(torch.tensor(ids)), self._send(torch.tensor([at for at, _ in rows]))
         first = [0, *accumulate(len(part.ids) for part in parts)]
         row = self._send(torch.tensor([first[at] + row for at, row in rows]))  # of all parts' rows, one after another
-        take = lambda trees: tree_map(lambda *t: (t[0] if len(t) == 1 else torch.cat(t)).index_select(0, row), *trees)
+        kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
+        pick = lambda t: t if kept else t.index_select(0, row)
+        take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
         block = Block(self.clients, tuple(ids), where, self.runner, m.model.dtype)
         states, own = take([part.states for part in parts]), take([part.down.own for part in parts])
         keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
@@ -505,7 +517,7 @@ class Mean:
         place = torch.arange(steps * slots, device=self.key.device)
         index = torch.where(place < self.n[:, None], place, -1).view(count, steps, slots)
         carry = loop.load(inside, [index], [self.key], self.start)
-        return runner.replay(loop, carry, [-(-n // slots) for n in self.size])
+        return runner.replay(loop, carry, [-(-n // slots) for n in self.size], exact=8)
 
 
 @dataclass
@@ -520,10 +532,10 @@ class Runner:
     compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     forms: dict[Any, Any] = field(default_factory=dict)  # what functions of a mean return: (zeros, form)
 
-    def width(self, active: int, count: int) -> int:
+    def width(self, active: int, count: int, exact: int = EXACT) -> int:
         """Rows to run for this many active ones: rounded up to an allowed number, so that few shapes occur."""
-        if self.recorder is not None and active > EXACT:
-            coarse = 2 ** (active.bit_length() - 4)  # at most an eighth more than needed
+        if self.recorder is not None and active > exact:
+            coarse = 2 ** max(active.bit_length() - 4, 0)  # at most an eighth more than needed
             return min(-(-active // coarse) * coarse, count)
         return min(next((b for b in self.blocks if b >= active), count), count) if self.blocks else active
 
@@ -601,13 +613,13 @@ class Runner:
         )
         return self.recorder.loop((*key, shape, one), rows, make)
 
-    def replay(self, loop: Loop, carry: list[Tensor], totals: list[int]) -> list[Tensor]:
+    def replay(self, loop: Loop, carry: list[Tensor], totals: list[int], exact: int = EXACT) -> list[Tensor]:
         """All steps of a loaded loop, whose rows are sorted by totals; what the rows end with."""
         assert self.recorder is not None
         final, before = [torch.empty_like(c) for c in carry], len(totals)
         for _, steps, active in _phases(totals):
             _put_away(final, carry, active, before)  # rows that have just finished
             before = active
-            self.recorder.run(loop, self.width(active, len(totals)), steps)
+            self.recorder.run(loop, self.width(active, len(totals), exact), steps)
         _put_away(final, carry, 0, before)
         return final
