@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,22 @@ def resume(folder: Path, console: Console) -> Run:
     check_same(experiment, folder, lambda text: console.print(text, highlight=False))
     train(experiment, folder, console)
     return finish(folder)
+
+
+def together(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
+    """Runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
+    from perfed.experiment import check_same, create, prepare, read_config, train_together
+
+    experiments = []
+    for config, folder in zip(configs, folders, strict=True):
+        begun = (folder / "config.toml").exists()
+        experiments.append(prepare(read_config(folder) if begun else config))
+        if begun:
+            check_same(experiments[-1], folder, lambda text: console.print(text, highlight=False))
+        else:
+            create(experiments[-1], folder)
+    train_together(experiments, folders, console)
+    return [finish(folder) for folder in folders]
 
 
 def finish(folder: Path) -> Run:

@@ -59,21 +59,30 @@ def carry_out(folder: Path, console: Console) -> dict[str, Any]:
     from perfed import api
 
     config = from_dict(read_toml(folder / "compare.toml"))
-    runs = []
-    for seed in files.read_json(folder / PLAN)["seeds"]:
-        place = folder / f"seed_{seed}"
-        console.print(f"seed {seed}")
-        if (place / "config.toml").exists():
-            runs.append(api.resume(place, console))
-        else:
-            seeded = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed))
-            runs.append(api.start(seeded, place, console))
+    seeds = files.read_json(folder / PLAN)["seeds"]
+    seeded = [dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed)) for seed in seeds]
+    places = [folder / f"seed_{seed}" for seed in seeds]
+    if _batched(config):
+        console.print(f"seeds {', '.join(map(str, seeds))} in one batch", highlight=False)
+        runs = api.together(seeded, places, console)
+    else:  # one after another: only one seed's data are in memory
+        runs = []
+        for seed, one, place in zip(seeds, seeded, places, strict=True):
+            console.print(f"seed {seed}")
+            runs += api.together([one], [place], console)
     result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
     files.write_json(folder / "result.json", result)
     text = f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
     text += "".join(f"\n{line}.\n" for line in between_servers(result["methods"]))
     files.write(folder / "compare.md", text)
     return result
+
+
+def _batched(config: Config) -> bool:
+    """Whether cohorts are batches, so that several seeds can share one."""
+    from perfed.engines import pick_device, pick_engine
+
+    return pick_engine(config.run, pick_device(config.run.device), 2) == "vectorised"
 
 
 def _about(config: Config, runs: list[Run]) -> str:

@@ -26,7 +26,8 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -45,7 +46,8 @@ from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.datasets import load
 from perfed.engines import can_record, make_engine, pick_device, pick_engine
-from perfed.federation import Federation, cohort_size
+from perfed.engines.vectorised import Together
+from perfed.federation import Federation, cohort_size, evaluate_together, step_together
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
 from perfed.observe.checkpoint import Checkpoints, restore
@@ -245,60 +247,118 @@ def _inside(folder: Path, name: str) -> str:
 
 def train(experiment: Experiment, folder: Path, console: Console) -> None:
     """Train every method that has no result yet; what was interrupted goes on from its checkpoint."""
-    with files.only_one(folder):
-        for entry in experiment.config.entries():
-            place = folder / entry.name
-            if not (place / "result.json").exists():
-                place.mkdir(exist_ok=True)
-                _train_one(experiment, entry, place, console)
+    train_together([experiment], [folder], console)
 
 
-def _train_one(experiment: Experiment, entry: catalog.Entry, place: Path, console: Console) -> None:
-    run = experiment.config.run
-    method = experiment.method(entry)
-    if experiment.engine == "vectorised" and not method.vectorised:
-        console.print(f"{entry.name} cannot be vectorised: its clients run one by one", highlight=False)
-    if experiment.device.startswith("cuda") and run.fast and not run.compile and not can_record(run, "cuda"):
-        console.print("Triton is not installed: steps run as they are, several times slower", highlight=False)
-    if run.compile and experiment.device.startswith("cuda") and method.model.keyed:
-        console.print("steps with dropout are not compiled on a GPU: they run as they are", highlight=False)
-    every_model = run.save_models == "all" or (run.save_models == "auto" and len(experiment.clients) <= MANY)
-    engine = make_engine(experiment.engine, method, experiment.clients, run)
-    try:
-        initial, device = engine.method.init_client(), method.model.device
-        states = States(initial, device, budget(run.state_memory, device), place)
-        federation = Federation(engine, states=states)
-        sizes = restore(place, federation, lambda text: console.print(text, highlight=False))
+def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
+    """The same for several runs that are alike but for their seeds or learning rates.
+
+    Where cohorts are batches (the engine 'vectorised'), the runs' cohorts are one batch; elsewhere one run follows
+    another. What each run ends with does not depend on it.
+    """
+    with ExitStack() as held:
+        for folder in folders:
+            held.enter_context(files.only_one(folder))
+        for entry in experiments[0].config.entries():
+            left = [(e, f / entry.name) for e, f in zip(experiments, folders, strict=True)]
+            left = [(e, place) for e, place in left if not (place / "result.json").exists()]
+            batched = all(e.engine == "vectorised" and e.method(entry).vectorised for e, _ in left)
+            for some in [left] if batched and len(left) > 1 else [[one] for one in left]:
+                _train([Job(e, entry, place, console) for e, place in some], console)
+
+
+class Job:
+    """One method's training in one run folder, from its checkpoint where it has one."""
+
+    def __init__(self, experiment: Experiment, entry: catalog.Entry, place: Path, console: Console):
+        place.mkdir(exist_ok=True)
+        self.experiment, self.entry, self.place, self.console = experiment, entry, place, console
+        self.run, self.method = experiment.config.run, experiment.method(entry)
+        self._notices()
+        self.every_model = self.run.save_models == "all" or (
+            self.run.save_models == "auto" and len(experiment.clients) <= MANY
+        )
+        self.engine = make_engine(experiment.engine, self.method, experiment.clients, self.run)
+        initial, device = self.engine.method.init_client(), self.method.model.device
+        states = States(initial, device, budget(self.run.state_memory, device), place)
+        self.federation = Federation(self.engine, states=states)
+        sizes = restore(place, self.federation, lambda text: console.print(text, highlight=False))
         log = MetricsLog(place, sizes)
-        with ProgressLine(console, entry.title, run.rounds, federation.round) as progress:
-            watching: list[Observer] = [log, Checkpoints(place, run.checkpoint_every, log), progress]
-            values: dict[str, Any] = {}
-            while federation.round < run.rounds:
-                began = time.monotonic()
-                cohort = federation.step()
-                last = federation.round == run.rounds
-                due = last or federation.round % run.eval_every == 0
-                if due or federation.round % run.checkpoint_every == 0:
-                    federation.check()
-                save = _saver(method.model, place) if last and every_model else None
-                values = federation.evaluate(save) if due else {}
-                event = Round(federation, cohort, values or None, time.monotonic() - began, last)
-                for observer in watching:
-                    observer.see(event)
-        shared = None if every_model else federation.shared()
+        self.watching: list[Observer] = [log, Checkpoints(place, self.run.checkpoint_every, log)]
+        self.values: dict[str, Any] = {}
+
+    def _notices(self) -> None:
+        say = lambda text: self.console.print(text, highlight=False)
+        run, on_gpu = self.run, self.experiment.device.startswith("cuda")
+        if self.experiment.engine == "vectorised" and not self.method.vectorised:
+            say(f"{self.entry.name} cannot be vectorised: its clients run one by one")
+        if on_gpu and run.fast and not run.compile and not can_record(run, "cuda"):
+            say("Triton is not installed: steps run as they are, several times slower")
+        if run.compile and on_gpu and self.method.model.keyed:
+            say("steps with dropout are not compiled on a GPU: they run as they are")
+
+    def saver(self, last: bool) -> Callable[[int, dict[str, Tensor]], None] | None:
+        """Where models go after the last round."""
+        return _saver(self.method.model, self.place) if last and self.every_model else None
+
+    def finish(self) -> None:
+        """Write what the training ends with."""
+        shared = None if self.every_model else self.federation.shared()
         if shared is not None:
-            save_models(method.model, place, entry.name, shared)
-        if not every_model and run.save_models == "auto":
+            save_models(self.method.model, self.place, self.entry.name, shared)
+        if not self.every_model and self.run.save_models == "auto":
             written = "the model that all clients share" if shared is not None else "no model"
-            text = f"{entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
-            console.print(text, highlight=False)
-        result = {"method": entry.name, "title": entry.title, "rounds": run.rounds, "evaluates": method.evaluates}
-        traffic = dataclasses.asdict(federation.traffic)
-        result |= {"bytes": traffic, "clients": by_client(values), "parameters": method.model.P}
-        files.save_tree(place / SERVER, federation.server)
-        files.write_json(place / "result.json", result)
+            text = (
+                f"{self.entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
+            )
+            self.console.print(text, highlight=False)
+        result = {"method": self.entry.name, "title": self.entry.title, "rounds": self.run.rounds}
+        result |= {"evaluates": self.method.evaluates, "bytes": dataclasses.asdict(self.federation.traffic)}
+        result |= {"clients": by_client(self.values), "parameters": self.method.model.P}
+        files.save_tree(self.place / SERVER, self.federation.server)
+        files.write_json(self.place / "result.json", result)
+
+
+def _train(jobs: list[Job], console: Console) -> None:
+    """All rounds of one job, or of several whose cohorts are one batch."""
+    first, federations = jobs[0], [job.federation for job in jobs]
+    if len({f.round for f in federations}) > 1:  # interrupted between two checkpoints: each goes on by itself
+        for job in jobs:
+            _train([job], console)
+        return
+    run, title = first.run, first.entry.title + (f" x {len(jobs)}" if len(jobs) > 1 else "")
+    try:
+        engine = Together([job.engine for job in jobs]) if len(jobs) > 1 else None  # pyright: ignore[reportArgumentType]
+        with ProgressLine(console, title, run.rounds, federations[0].round) as progress:
+            while federations[0].round < run.rounds:
+                began = time.monotonic()
+                cohorts = step_together(federations, engine) if engine else [federations[0].step()]
+                round = federations[0].round
+                last = round == run.rounds
+                due = last or round % run.eval_every == 0
+                if due or round % run.checkpoint_every == 0:
+                    for federation in federations:
+                        federation.check()
+                if due:
+                    savers = [job.saver(last) for job in jobs]
+                    found = (
+                        evaluate_together(federations, engine, savers)
+                        if engine
+                        else [federations[0].evaluate(savers[0])]
+                    )
+                    for job, values in zip(jobs, found, strict=True):
+                        job.values = values
+                seconds = (time.monotonic() - began) / len(jobs)
+                for job, cohort in zip(jobs, cohorts, strict=True):
+                    event = Round(job.federation, cohort, job.values if due else None, seconds, last)
+                    for observer in job.watching:
+                        observer.see(event)
+                progress.see(Round(federations[0], cohorts[0], jobs[0].values if due else None, seconds, last))
+        for job in jobs:
+            job.finish()
     finally:
-        engine.close()
+        for job in jobs:
+            job.engine.close()
 
 
 def budget(megabytes: int, device: torch.device) -> tuple[int | None, ...]:

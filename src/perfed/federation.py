@@ -222,17 +222,18 @@ def step_together(federations: Sequence[Federation], engine: Together) -> list[l
 def evaluate_together(
     federations: Sequence[Federation],
     engine: Together,
-    savers: Sequence[Callable[[int, dict[str, Tensor]], None]] | None = None,
+    savers: Sequence[Callable[[int, dict[str, Tensor]], None] | None] | None = None,
 ) -> list[Values]:
     """The evaluation of several runs."""
     each: Sequence[Any] = savers or [None] * len(federations)
+    keep = any(save is not None for save in each)
     if any(f.shared() is not None for f in federations):  # one model for all clients is quick to score as it is
         return [f.evaluate(save) for f, save in zip(federations, each, strict=True)]
     pieces: list[list[Values]] = [[] for _ in federations]
     for f in federations:
         f.check()
     for ids in pieces_of(federations[0]):
-        scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep=savers is not None)
+        scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep=keep)
         for at, (f, found) in enumerate(zip(federations, scores, strict=True)):
             f._save(ids, found, each[at])
             pieces[at].append(found.values)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from perfed.core.clients import SPLITS, Clients
+from perfed.core.clients import SPLITS, Clients, join
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
 from perfed.core.errors import Problem
@@ -71,14 +71,15 @@ class Vectorised(Engine):
     def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
         return self._all([Part(self, task, key, ids, states, down)])[0]
 
-    def _all(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    def _all(self, parts: Sequence[Part], clients: Clients | None = None) -> list[dict[str, Any]]:
         """Results of every part; the clients of all parts are rows of the same blocks."""
-        size = self.clients.train.size
+        size = [part.engine.clients.train.size for part in parts]
         rows = [(at, row) for at, part in enumerate(parts) for row in range(len(part.ids))]
-        rows.sort(key=lambda r: -size[parts[r[0]].ids[r[1]]])  # alike clients share a block
+        rows.sort(key=lambda r: -size[r[0]][parts[r[0]].ids[r[1]]])  # alike clients share a block
         step = self.block or len(rows)
         blocks = [rows[first : first + step] for first in range(0, len(rows), step)]
-        out = [self._block(parts, block) for block in blocks]
+        clients = clients or self.clients
+        out = [self._block(parts, block, clients) for block in blocks]
         joined = tree_map(lambda *t: t[0] if len(t) == 1 else torch.cat(t), *out)
         if len(parts) == 1 and rows == sorted(rows):
             return [joined]
@@ -99,16 +100,17 @@ class Vectorised(Engine):
     def _send(self, numbers: Tensor) -> Tensor:
         return send(numbers, self.method.model.device)
 
-    def _block(self, parts: Sequence[Part], rows: list[tuple[int, int]]) -> dict[str, Any]:
+    def _block(self, parts: Sequence[Part], rows: list[tuple[int, int]], clients: Clients) -> dict[str, Any]:
         m, task = self.method, parts[0].task
         ids = [parts[at].ids[row] for at, row in rows]
+        held = tuple(parts[at].offset + parts[at].ids[row] for at, row in rows)  # where their samples are
         where, whose = self._send(torch.tensor(ids)), self._send(torch.tensor([at for at, _ in rows]))
         first = [0, *accumulate(len(part.ids) for part in parts)]
         row = self._send(torch.tensor([first[at] + row for at, row in rows]))  # of all parts' rows, one after another
         kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
         pick = lambda t: t if kept else t.index_select(0, row)
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
-        block = Block(self.clients, tuple(ids), where, self.runner, m.model.dtype)
+        block = Block(clients, held, self._send(torch.tensor(held)), self.runner, m.model.dtype)
         states, own = take([part.states for part in parts]), take([part.down.own for part in parts])
         keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
         varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
@@ -135,6 +137,7 @@ class Part:
     ids: Sequence[int]
     states: State
     down: Down
+    offset: int = 0  # of this run's clients among those of all runs
 
 
 class Together:
@@ -142,31 +145,37 @@ class Together:
 
     def __init__(self, engines: Sequence[Vectorised]):
         self.engines, self.first = list(engines), engines[0]
-        for other in engines[1:]:
-            if other.clients is not self.first.clients and not _same_samples(other.clients, self.first.clients):
-                raise Problem("runs that train together need the same clients: set data.partition_seed")
         _varied([engine.method for engine in engines])
+        same = all(_same_samples(engine.clients, self.first.clients) for engine in engines)
+        self.clients = self.first.clients if same else join([engine.clients for engine in engines])
+        counts = [0 if same else len(engine.clients) for engine in engines]
+        self.offsets = [0, *accumulate(counts)][:-1]
         self.first.method.model.seeds = tuple(engine.method.seed for engine in engines)
+
+    def _parts(self, tasks: Sequence[Any], keys: Sequence[Tensor], asked: Sequence[Asked]) -> list[Part]:
+        rows = zip(self.engines, tasks, keys, asked, self.offsets, strict=True)
+        return [Part(engine, task, key, *ask, offset) for engine, task, key, ask, offset in rows]
 
     def train(self, round: int, exchange: int, asked: Sequence[Asked]) -> list[tuple[State, Uploads]]:
         """One exchange of every run."""
-        parts = [
-            Part(e, Training(self.first.method, e.wire), e.key(TRAIN, round, exchange), *ask)
-            for e, ask in zip(self.engines, asked, strict=True)
-        ]
-        return [uploads(out) for out in self.first._all(parts)]
+        tasks = [Training(self.first.method, engine.wire) for engine in self.engines]
+        keys = [engine.key(TRAIN, round, exchange) for engine in self.engines]
+        return [uploads(out) for out in self.first._all(self._parts(tasks, keys, asked), self.clients)]
 
     def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False) -> list[Scores]:
         """Every run's models and their scores."""
-        task = Evaluation(self.first.method, self.first.splits, keep)
-        parts = [Part(e, task, e.key(PERSONALISE, round), *ask) for e, ask in zip(self.engines, asked, strict=True)]
-        return [Scores(out["models"], out["values"]) for out in self.first._all(parts)]
+        tasks = [Evaluation(self.first.method, self.first.splits, keep) for _ in self.engines]
+        keys = [engine.key(PERSONALISE, round) for engine in self.engines]
+        found = self.first._all(self._parts(tasks, keys, asked), self.clients)
+        return [Scores(out["models"], out["values"]) for out in found]
 
 
 Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
 
 
 def _same_samples(one: Clients, two: Clients) -> bool:
+    if one is two:
+        return True
     pairs = [(one.split(name), two.split(name)) for name in SPLITS]
     return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)
 
