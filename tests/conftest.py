@@ -1,5 +1,7 @@
 """What the tests share: the contract's small ragged federation in float64, and its two networks."""
 
+import os
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from perfed.contract import norm_net, plain_net
 from perfed.contract import toy_clients as make_clients
 from perfed.core.model import Model
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run as plain Python; read when Triton is first imported
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
