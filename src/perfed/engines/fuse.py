@@ -9,6 +9,7 @@ came from, it does. All other operations run as they are.
 
 # Kernels are called through brackets with plain numbers, and arguments of a traced node can be anything.
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportOptionalIterable=false
 
 from __future__ import annotations
 
@@ -207,6 +208,18 @@ class Cluster:
     joined: fx.Node | None = None  # a concatenation read piece by piece
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
+    products: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pieces that are batched matrix products
+
+    @property
+    def rate(self) -> float | None:
+        """The number c where all the cluster does is add c times the joined pieces to one argument."""
+        if len(self.nodes) != 1 or self.joined is None or self.sums or len(self.inputs) != 1:
+            return None
+        (node,) = self.nodes
+        sign = {aten.sub.Tensor: -1.0, aten.add.Tensor: 1.0}.get(node.target)
+        if sign is None or node.args[0] is not self.inputs[0] or node.args[1] is not self.joined:
+            return None
+        return sign * float(node.kwargs.get("alpha", 1))
 
 
 class Program:
@@ -219,14 +232,39 @@ class Program:
         self.fixed = _fixed(graph)
         todo = [n for n in graph.nodes if n.op == "call_function" and n not in self.fixed]
         self.items = _schedule(todo, set(self.results))
+        for item in self.items:
+            if isinstance(item, Cluster) and item.rate is not None:
+                self._add_in_place(item)
         self.last_use = self._last_uses()
         self.safe = self._overwritable()
+
+    def _add_in_place(self, cluster: Cluster) -> None:
+        """Let large matrix products be added where they belong: a gradient that only moves theta is never written."""
+        length = cluster.shape[1]
+        for piece in cluster.joined.args[0]:
+            chain = [piece]
+            while _is_view(chain[-1]) and len(chain[-1].users) == 1 and chain[-1].all_input_nodes:
+                chain.append(chain[-1].all_input_nodes[0])
+            product = chain[-1]
+            kind, made = _value(piece), _value(product)
+            if product.target is not aten.bmm.default or len(product.users) != 1 or not isinstance(kind, Kind):
+                continue
+            # Views that end in rows without gaps, of a product without gaps: the same numbers in the same order.
+            plain = kind.stride == (kind.shape[1], 1) and made.stride == (
+                made.shape[1] * made.shape[2],
+                made.shape[2],
+                1,
+            )
+            if plain and kind.shape[1] * 8 > length:
+                cluster.products[piece] = product
+                self.items = [item for item in self.items if item not in chain]
 
     def _reads(self, item: fx.Node | Cluster) -> list[fx.Node]:
         if isinstance(item, fx.Node):
             return list(item.all_input_nodes)
         pieces = list(item.joined.args[0]) if item.joined is not None else []
-        return [*item.inputs, *pieces]
+        apart = [n for product in item.products.values() for n in product.all_input_nodes]
+        return [*item.inputs, *(p for p in pieces if p not in item.products), *apart]
 
     def _last_uses(self) -> list[list[fx.Node]]:
         """After each item: what nobody will read again."""
@@ -304,7 +342,7 @@ def _fixed(graph: fx.Graph) -> dict[fx.Node, Any]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, aten._unsafe_view.default):  # the latter is one, and does not say so
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)
@@ -436,7 +474,7 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any]) ->
     rows, length = cluster.shape
     segments: list[tuple[int, int, Tensor | None]] = [(0, length, None)]
     if cluster.joined is not None:
-        segments = _segments([env[p] for p in cluster.joined.args[0]], length)  # pyright: ignore
+        segments = _segments(cluster.joined.args[0], cluster.products, env, length)
     blocks = [triton.cdiv(end - begin, _BLOCK) for begin, end, _ in segments]
     some = next(iter([*into.values(), *given.values()]))
     sums = {n: torch.empty(rows, sum(blocks), dtype=_sum_kind(n), device=some.device) for n in cluster.sums}
@@ -455,6 +493,9 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any]) ->
         pointers = [*tensors.values(), *targets.values(), *sums.values()]
         kernel[(count, rows)](*pointers, *numbers, end - begin, sum(blocks), first, BLOCK=_BLOCK)
         first += count
+    if cluster.products:
+        (target,), (source,) = into.values(), given.values()
+        _add_products(cluster, env, target, source)
     for n, parts in sums.items():
         total = parts.sum(1)
         env[n] = total[:, None] if len(n.args) > 2 and n.args[2] else total
@@ -464,7 +505,9 @@ def _sum_kind(node: fx.Node) -> torch.dtype:
     return node.kwargs.get("dtype") or _value(node.args[0]).dtype  # pyright: ignore
 
 
-def _segments(pieces: list[Tensor], length: int) -> list[tuple[int, int, Tensor | None]]:
+def _segments(
+    pieces: Sequence[fx.Node], products: dict[fx.Node, fx.Node], env: dict[Any, Any], length: int
+) -> list[tuple[int, int, Tensor | None]]:
     """(begin, end, piece): large pieces stand alone, neighbours that are small are joined after all."""
     out: list[tuple[int, int, Tensor | None]] = []
     waiting: list[Tensor] = []
@@ -476,15 +519,32 @@ def _segments(pieces: list[Tensor], length: int) -> list[tuple[int, int, Tensor 
             out.append((end - whole.shape[1], end, whole))
             waiting.clear()
 
-    for piece in pieces:
-        if piece.shape[1] * 8 > length:
+    for node in pieces:
+        size = _shape(node)[1]
+        if size * 8 > length:
             flush(at)
-            out.append((at, at + piece.shape[1], piece))
+            if node not in products:
+                out.append((at, at + size, env[node]))
         else:
-            waiting.append(piece)
-        at += piece.shape[1]
+            waiting.append(env[node])
+        at += size
     flush(at)
     return out
+
+
+def _add_products(cluster: Cluster, env: dict[Any, Any], target: Tensor, source: Tensor) -> None:
+    """Target = source + rate * product, for the columns of each product."""
+    at = 0
+    for node in cluster.joined.args[0]:
+        size = _shape(node)[1]
+        if node in cluster.products:
+            product = cluster.products[node]
+            place = target[:, at : at + size]
+            if source is not target:
+                place.copy_(source[:, at : at + size])
+            a, b = (env[n] for n in product.args)
+            place.unflatten(1, _shape(product)[1:]).baddbmm_(a, b, alpha=cluster.rate)
+        at += size
 
 
 def _row_place(t: Tensor) -> tuple[str, int]:
