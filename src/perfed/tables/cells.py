@@ -136,9 +136,12 @@ def check_settings(one: Cell, config: Config) -> None:
 
 
 def _write_record(one: Cell, config: Config) -> None:
+    from perfed.engines.workers import cores
+
     if not one.record.exists():
         one.folder.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(one.record, {"config": to_toml(config), "version": __version__, "commit": commit()})
+        about = {"version": __version__, "commit": commit(), "cores": cores()}
+        files.write_json(one.record, {"config": to_toml(config), **about})
 
 
 def commit() -> str:

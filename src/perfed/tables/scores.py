@@ -59,7 +59,8 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     else:
         curve = metrics.curves(run, cell.method, model, until)
         spent = [int(sent[rounds == r][0]) for r in curve.rounds]
-    environment = files.read_json(cell.folder / "env.json")
+    environment, asked = files.read_json(cell.folder / "env.json"), files.read_json(cell.record)
+    machine = f"{environment['device']} with {asked['cores']} cores, engine {environment['engine']}"
     n = np.where(np.isnan(curve.test), 0, curve.samples)
     plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
     chosen = {rule: picked(curve, rule) for rule in RULES}
@@ -72,8 +73,8 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         "sent": spent,
         "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
         "system": metrics.system(run, cell.method, curve),
-        "machine": f"{environment['device']}, engine {environment['engine']}, torch {environment['versions']['torch']}",
-        **{key: files.read_json(cell.record)[key] for key in ("version", "commit")},
+        "machine": f"{machine}, torch {environment['versions']['torch']}",
+        **{key: asked[key] for key in ("version", "commit")},
     }
     files.write_json(place, found)
     return found
