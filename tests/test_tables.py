@@ -381,3 +381,27 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     lines = result.lines(made, tmp_path)
     assert [(line["seeds"], line["diverged"], line["value"]) for line in lines] == [(0, 1, None)] * 2
     assert [row[2] for row in cells(made, lines, "c10-25")] == ["diverged", "diverged"]
+
+
+def test_numbers_of_the_figures():
+    from perfed.report.table_figures import clusters, correlations
+
+    train = np.array([1.0, 2.0, 3.0])
+    assert correlations(np.tile(train, (3, 1)), train) == (pytest.approx(1.0), None)  # rows are all alike
+    assert correlations(-np.tile(train, (3, 1)).T, train) == (None, pytest.approx(-1.0))
+    alpha = np.array([[0.9, 0.1, 0.0], [0.6, 0.4, 0.0], [0.1, 0.2, 0.7], [0.0, 0.8, 0.2]])  # two pairs
+    assert clusters(alpha) == (0.5, 3)
+
+
+def test_pages_say_what_was_not_run(tmp_path, monkeypatch):
+    from perfed.report import table_page
+
+    monkeypatch.setattr(table_page, "kept", lambda made: tmp_path / f"{made.name}.csv")
+    made = protocol.find("pfedmb-2")
+    assert "`pfedmb-2`: not run" in table_page._results(made)
+    some = protocol.chosen(made, ["classes-15"], [], None)
+    (tmp_path / "pfedmb-2.csv").write_text(result.to_csv(result.lines(some, tmp_path)))
+    said = table_page._results(made)
+    assert "| pFedMB | 90.69 | not run |" in said
+    assert "Not run: CIFAR10, 2 classes, 50 clients" in said
+    assert "Nothing of this table has been run yet" in said

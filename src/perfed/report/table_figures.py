@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from perfed import files
 from perfed.report.picture import COLOURS, STYLES
+from perfed.tables.agree import correlation
 from perfed.tables.cells import cell
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import found
@@ -140,10 +141,9 @@ def branches(protocol: Protocol, out: Path, column: str) -> Figure | None:
     return figure
 
 
-def correlations(change: np.ndarray, train: np.ndarray) -> tuple[float, float]:
+def correlations(change: np.ndarray, train: np.ndarray) -> tuple[float | None, float | None]:
     """Of a matrix's column means with the clients' sizes, and of its row means with them."""
-    both = [float(np.corrcoef(change.mean(axis), train)[0, 1]) for axis in (0, 1)]
-    return both[0], both[1]
+    return correlation(change.mean(0), train), correlation(change.mean(1), train)
 
 
 def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
@@ -158,14 +158,14 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     train = np.array([client["train"] for client in files.read_json(one.folder / "clients.json")["clients"]])
     order = np.argsort(train)
     change, train = change[np.ix_(order, order)], train[order]
-    of_columns, of_rows = correlations(change, train)
+    of_columns, of_rows = ("n/a" if r is None else f"{r:+.2f}" for r in correlations(change, train))
     figure, axes = _new(protocol, column, 13, 4.4, 3)
     limit = float(np.abs(change).max()) or 1.0
     shown = axes[0].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
     figure.colorbar(shown, ax=axes[0], shrink=0.85)
     axes[0].set(xlabel="client j, smallest first", ylabel="client i, smallest first", xticks=[], yticks=[])
     axes[0].set_title("change of alpha_ij from its start, seed 0", fontsize=10)
-    titles = (f"columns: use of client j (r = {of_columns:+.2f})", f"rows: use by client i (r = {of_rows:+.2f})")
+    titles = (f"columns: use of client j (r = {of_columns})", f"rows: use by client i (r = {of_rows})")
     for at, (panel, title) in enumerate(zip(axes[1:], titles, strict=True)):
         panel.scatter(train, change.mean(at), s=14, color=COLOURS[2 - at])
         panel.set(xlabel="training samples", ylabel="mean change")

@@ -32,9 +32,13 @@ def _results(made: Protocol) -> str:
         cells = len(made.columns) * len(made.rows)
         return f"**{name}: not run** ({cells} cells of {made.seeds} seeds each).\n"
     table = from_csv(kept(made))
-    shown = protocol.chosen(made, list(dict.fromkeys(line["column"] for line in table)), [], None)
-    pictures = sorted(kept(made).parent.glob(f"{file_name(made)}-*.png"))
-    text = [f"**{name}**" + (f": {made.label}" if made.label else ""), "", body(shown, table, metrics=False)]
+    columns = list(dict.fromkeys(line["column"] for line in table))
+    shown = protocol.chosen(made, columns, [], None)
+    left = [one.title for column, one in made.columns.items() if column not in columns]
+    names = [f"{made.cells}-{kind}-{column}.png" for kind in made.figures for column in columns]
+    pictures = [one for one in (kept(made).parent / picture for picture in names) if one.is_file()]
+    text = [f"**{name}**" + (f": {made.label}" if made.label else ""), "", body(shown, table, full=False)]
+    text += [f"Not run: {'; '.join(left)}.\n"] * bool(left)
     return "\n".join(text + [f"![{one.stem}]({_link(one)})\n" for one in pictures])
 
 

@@ -128,16 +128,16 @@ def report(protocol: Protocol, table: list[Line], pictures: list[str] | None = N
     return "\n".join(text)
 
 
-def body(protocol: Protocol, table: list[Line], metrics: bool = True) -> str:
-    """The tables alone, with what they rest on."""
+def body(protocol: Protocol, table: list[Line], full: bool = True) -> str:
+    """The tables alone, with what they rest on; `full`: also the other measures, and what the rules are."""
     text = []
     for column in dict.fromkeys(line["column"] for line in table):
         text += [f"**{protocol.columns[column].title}**", ""]
         text += [markdown(headings(protocol), cells(protocol, table, column))]
-        rows = metric_cells(table, column) if metrics and protocol.kind == "accuracy" else []
+        rows = metric_cells(table, column) if full and protocol.kind == "accuracy" else []
         text += [markdown(METRICS, rows)] * bool(rows)
     text += [f"- {line}" for line in orders(protocol, table)] + [""]
-    text += [MEANING, ""] * (protocol.kind != "rounds")
+    text += [MEANING, ""] * (full and protocol.kind != "rounds")
     text += [provenance(table), ""]
     return "\n".join(text)
 

@@ -22,10 +22,11 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float | None:
     """Correlation of the ranks; None where one of the two does not rank at all."""
-    return _correlation(ranks(a), ranks(b))
+    return correlation(ranks(a), ranks(b))
 
 
-def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Pearson's; None where one of the two is constant."""
     a, b = a - a.mean(), b - b.mean()
     size = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum() / size) if size else None
