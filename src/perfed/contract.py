@@ -26,9 +26,9 @@ from perfed.core.model import Model
 from perfed.core.tree import leaves, tree_map
 from perfed.engines.base import Engine
 from perfed.engines.sequential import Sequential
-from perfed.engines.vectorised import Vectorised
+from perfed.engines.vectorised import Together, Vectorised
 from perfed.engines.workers import Workers
-from perfed.federation import Federation
+from perfed.federation import Federation, evaluate_together, step_together
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 7, 41, 3, 12)  # less than a batch, not a multiple of it, and more
@@ -211,6 +211,35 @@ def check_compiled(
             compare(play(engine, COHORTS[:2]), expected, f"compiled by {backend}")
 
 
+def check_together(entry: Entry) -> None:
+    """Runs with other seeds and another learning rate, trained in one batch, end as each does alone."""
+    make, clients, rounds = maker(entry, "norm"), toy_clients(), 2
+    if not make().vectorised:
+        return
+    methods = [make(epochs=1, seed=0), make(epochs=1, seed=3), make(epochs=1, seed=7, lr=0.02)]
+    alone, batched = (
+        [Federation(Vectorised(method, clients, seed=method.seed)) for method in methods] for _ in range(2)
+    )
+    together = Together([federation.engine for federation in batched])  # pyright: ignore[reportArgumentType]
+    for _ in range(rounds):
+        step_together(batched, together)
+        for federation in alone:
+            federation.step()
+    for one, other, values in zip(batched, alone, evaluate_together(batched, together), strict=True):
+        who = f"the run with seed {one.method.seed} in a batch of several"
+        pairs = {
+            "its server": (one.server, other.server),
+            "its clients": (dict(one.states), dict(other.states)),
+            "its scores": (values, other.evaluate()),
+            "its traffic": (dataclasses.asdict(one.traffic), dataclasses.asdict(other.traffic)),
+        }
+        for what, (found, expected) in pairs.items():
+            worst = difference(found, expected)
+            assert worst <= CLOSE, f"{who} differs in {what} by {worst:.1e} (relative)"
+    servers = [leaves(federation.server) for federation in alone]
+    assert not servers[0] or difference(servers[0], servers[1]) > 0, "another seed changes nothing"
+
+
 def check_statistics(entry: Entry) -> None:
     """Running statistics of BatchNorm move and stay finite."""
     make = maker(entry, "norm")
@@ -377,6 +406,7 @@ def check_method(entry: Entry) -> Iterator[tuple[str, str | None]]:
     ]
     checks += [
         ("compiled steps equal plain ones", lambda: check_compiled(entry)),
+        ("several runs in one batch equal each alone", lambda: check_together(entry)),
         ("BatchNorm statistics move", lambda: check_statistics(entry)),
         ("nothing is changed in place", lambda: check_pure(entry)),
         ("the same seed gives the same result", lambda: check_repeatable(entry)),

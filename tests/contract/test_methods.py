@@ -60,6 +60,11 @@ def test_inductor_equals_plain_for_all(entry):
 
 
 @each_method
+def test_several_runs_in_one_batch_equal_each_alone(entry):
+    contract.check_together(entry)
+
+
+@each_method
 def test_statistics_move(entry):
     contract.check_statistics(entry)
 
