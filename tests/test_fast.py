@@ -116,7 +116,7 @@ def residual():
     )  # fmt: skip
 
 
-def images(sizes=(5, 3), normal=True, side=16):
+def images(sizes=(5, 5), normal=True, side=16):
     draw = torch.Generator().manual_seed(0)
 
     def split(counts):

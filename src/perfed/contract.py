@@ -213,12 +213,13 @@ def check_compiled(
 
 def check_together(entry: Entry) -> None:
     """Runs with other seeds and another learning rate, trained in one batch, end as each does alone."""
+    settings: list[dict[str, Any]] = [{"seed": 0}, {"seed": 3}, {"seed": 7, "lr": 0.02}]
     make, clients, rounds = maker(entry, "norm"), toy_clients(), 2
     if not make().vectorised:
         return
-    methods = [make(epochs=1, seed=0), make(epochs=1, seed=3), make(epochs=1, seed=7, lr=0.02)]
     alone, batched = (
-        [Federation(Vectorised(method, clients, seed=method.seed)) for method in methods] for _ in range(2)
+        [Federation(Vectorised(make(epochs=1, **changed), clients, seed=changed["seed"])) for changed in settings]
+        for _ in range(2)
     )
     together = Together([federation.engine for federation in batched])  # pyright: ignore[reportArgumentType]
     for _ in range(rounds):
