@@ -12,6 +12,7 @@ import pytest
 from perfed.catalog import methods
 from perfed.cli import main
 from perfed.report.methods import table
+from perfed.report.table_page import page as reproduction
 from perfed.report.tables import markdown
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +80,12 @@ def verified():
 
 
 @pytest.mark.parametrize(
-    ("page", "mark", "make"), [("README.md", "methods", table), ("docs/verified.md", "tests", verified)]
+    ("page", "mark", "make"),
+    [
+        ("README.md", "methods", table),
+        ("docs/verified.md", "tests", verified),
+        ("docs/reproduction.md", "tables", reproduction),
+    ],
 )
 def test_generated_table_is_current(page, mark, make):
     text = (ROOT / page).read_text()
