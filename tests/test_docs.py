@@ -1,6 +1,7 @@
 """Everything the README and the guides show runs, in order, in one folder per page; the table of methods is current."""
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -79,12 +80,67 @@ def verified():
     return markdown(("method", "tests"), rows)
 
 
+def gpu(path=ROOT / "bench" / "results" / "gpu.json"):
+    """What `perfed bench gpu --json` found, as it lies in the folder of results."""
+    if not path.is_file():
+        return "Not measured yet.\n"
+    found = json.loads(path.read_text())
+    told = lambda row: "yes" if row["reached"] else "no"
+    steps = [
+        (r["network"], str(r["clients"]), str(r["batch"]), f"{r['plain_ms']:.1f}", f"{r['perfed_ms']:.3f}",
+         f"**{r['times_faster']:.0f}**", f"{r['least']:g}", told(r), f"{r['share_of_peak']:.1%}")
+        for r in found["steps"]
+    ]  # fmt: skip
+    costs = [
+        (r["method"], f"{r['round_ms']:.1f}", f"{r['times_fedavg']:.2f}", f"{r['gradients']:g}",
+         f"**{r['per_gradient']:.2f}**", f"{r['most']:g}", told(r))
+        for r in found["methods"]
+    ]  # fmt: skip
+    runs = [
+        (r["run"], str(r["rounds"]), f"**{r['seconds']:.1f}**", f"{r['limit_s']:g}", told(r),
+         f"{r['recording_s'] or 0:.1f}", f"{r['useful_slots']:.3f}")
+        for r in found["runs"]
+    ]  # fmt: skip
+    faster = ("network", "clients", "batch", "loop, ms", "perfed, ms", "times faster", "at least", "reached", "of peak")
+    dearer = ("method", "round, ms", "times FedAvg", "gradients", "per gradient", "at most", "reached")
+    whole = ("run", "rounds", "seconds", "at most", "reached", "of it recording", "useful slots")
+    quick = ", a try-out (`--quick`)" if found["quick"] else ""
+    return "\n".join([
+        "A step of a whole cohort, against a PyTorch loop over its clients in the same run:\n", markdown(faster, steps),
+        "A round of personalised methods, against FedAvg's and the gradients they take:\n", markdown(dearer, costs),
+        "Complete runs, from data in the host's memory to every client's model there:\n", markdown(whole, runs),
+        f"([gpu.json](../bench/results/gpu.json): `perfed bench gpu --json --repeats {found['repeats']}` at "
+        f"{found['commit']}{quick}, seed 0, medians; {found['device']}, torch {found['torch']}. *Of peak*: of a large "
+        f"matrix product's {found['matrix_product_tflops']:.0f} TFLOP/s in the same precision.)\n",
+    ])  # fmt: skip
+
+
+def test_the_gpu_table_shows_what_was_measured(tmp_path):
+    assert gpu(tmp_path / "none.json") == "Not measured yet.\n"
+    step = {"network": "lenet", "clients": 50, "batch": 64, "plain_ms": 90.0, "perfed_ms": 0.5, "times_faster": 180.0,
+            "least": 90, "reached": True, "share_of_peak": 0.125}  # fmt: skip
+    cost = {"method": "Ditto", "round_ms": 9.0, "times_fedavg": 2.5, "gradients": 2, "per_gradient": 1.25, "most": 1.2,
+            "reached": False}  # fmt: skip
+    run = {"run": "PGFed", "rounds": 300, "seconds": 50.04, "limit_s": 75.0, "reached": True, "recording_s": None,
+           "useful_slots": 0.9876}  # fmt: skip
+    found = {"steps": [step], "methods": [cost], "runs": [run], "device": "a GPU", "torch": "2.13.0", "commit": "abc",
+             "repeats": 3, "quick": False, "matrix_product_tflops": 371.2}  # fmt: skip
+    (tmp_path / "gpu.json").write_text(json.dumps(found))
+    text = gpu(tmp_path / "gpu.json")
+    assert "| lenet | 50 | 64 | 90.0 | 0.500 | **180** | 90 | yes | 12.5% |" in text
+    assert "| Ditto | 9.0 | 2.50 | 2 | **1.25** | 1.2 | no |" in text
+    assert "| PGFed | 300 | **50.0** | 75 | yes | 0.0 | 0.988 |" in text
+    assert "--repeats 3` at abc, seed 0" in text
+    assert "a GPU, torch 2.13.0" in text
+
+
 @pytest.mark.parametrize(
     ("page", "mark", "make"),
     [
         ("README.md", "methods", table),
         ("docs/verified.md", "tests", verified),
         ("docs/reproduction.md", "tables", reproduction),
+        ("docs/speed.md", "gpu", gpu),
     ],
 )
 def test_generated_table_is_current(page, mark, make):
