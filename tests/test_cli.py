@@ -89,7 +89,7 @@ def test_help_of_every_verb(call, verb):
 def test_help_names_every_setting(call, monkeypatch, verb):
     monkeypatch.setenv("COLUMNS", "200")
     out = call(verb, "--help")[1]
-    words = set(re.findall(r"--[a-z_-]+", out))
+    words = set(re.findall(r"--[a-z0-9_-]+", out))
     for kind in (DataConfig, ModelConfig, RunConfig):
         section = {DataConfig: "data", ModelConfig: "model", RunConfig: "run"}[kind]
         for field in dataclasses.fields(kind):

@@ -173,7 +173,7 @@ class Federation:
         """Look for the first client with numbers that cannot be used, without waiting for the device."""
         finite = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
         for leaf in leaves((states, up.mean, up.own)):
-            if leaf.is_floating_point():
+            if leaf.is_floating_point() and leaf.numel():
                 # The largest number of a row tells whether all are finite, in one look at each.
                 finite &= torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
         weighted = up.weight.isfinite() & (up.weight >= 0)

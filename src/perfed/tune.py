@@ -24,7 +24,7 @@ from perfed.config import Config
 from perfed.core.errors import Problem
 from perfed.results import Run
 from perfed.tables import protocol
-from perfed.tables.cells import Cell, run_one
+from perfed.tables.cells import Cell, run
 
 Settings = dict[str, Any]
 
@@ -103,14 +103,14 @@ def _scores(
     entry: Entry, settings: Settings, configure: Any, place: Path, console: Console, seeds: int, how: dict[str, Any]
 ) -> dict[str, Any]:
     each, rounds = [], []
-    for seed in range(seeds):
-        config = configure(settings, seed)
-        one = Cell("", entry.name, seed, entry.name, place / f"seed_{seed}")
-        try:
-            if not one.done:
-                run_one(one, config, how, console)
-        except Problem as problem:  # diverged, most likely: that is an answer too
-            return {"validation": None, "round": None, "problem": str(problem)}
+    cells = [Cell("", entry.name, seed, entry.name, place / f"seed_{seed}") for seed in range(seeds)]
+    left = [one for one in cells if not one.done]
+    try:
+        if left:
+            run(left, [configure(settings, one.seed) for one in left], how, console)
+    except Problem as problem:  # diverged, most likely: that is an answer too
+        return {"validation": None, "round": None, "problem": str(problem)}
+    for one in cells:
         curve = metrics.curves(Run(one.folder), entry.name)
         mean = metrics.means(curve.val)
         if np.isnan(mean).all():

@@ -135,7 +135,7 @@ def make(kind: type[Method], name: str, clients: int, **settings: Any) -> Method
 
 def step_row(name: str, clients: int, batch: int, least: float, aim: float, top: float, repeats: int) -> dict[str, Any]:
     """The mean time of a step over a round of many, against the loop's."""
-    steps = 64
+    steps = 256  # a round's other work is spread over so many
     torch.backends.cudnn.benchmark = True  # the loop may choose its kernels
     loop = plain_loop(name, clients, batch)
     loop()
@@ -144,8 +144,8 @@ def step_row(name: str, clients: int, batch: int, least: float, aim: float, top:
     began, tuned = time.perf_counter(), tuning.seconds
     federation = Federation(
         Vectorised(
-            make(FedAvg, name, clients, batch_size=batch, epochs=4),
-            images([steps * batch // 4] * clients, [4] * clients),
+            make(FedAvg, name, clients, batch_size=batch, epochs=16),
+            images([steps * batch // 16] * clients, [4] * clients),
             fast=True,
         )
     )

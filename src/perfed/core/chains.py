@@ -20,6 +20,7 @@ from perfed.core import layers
 from perfed.core.fast import covered
 
 Pool = Literal["max", "avg"] | None
+MOST_CHANNELS = 128  # of a layer that the cohort's kernels take
 
 
 class Conv(nn.Module):
@@ -52,6 +53,9 @@ def batched(layer: Conv, x: Tensor) -> Tensor | None:
     square = high == wide and stride[0] == stride[1] and padding[0] == padding[1]
     if not covered(x, layer.weight) or not square or layer.groups != 1 or layer.dilation != (1, 1) or x.dim() != 4:
         return None
+    channels = max(layer.weight.shape[:2])
+    if channels > MOST_CHANNELS or x.shape[0] * x.shape[2] * x.shape[3] * channels >= 2**31:
+        return None  # more than a program's memory, or its whole numbers, can hold
     from perfed.core import kernels
 
     pool = {None: kernels.NONE, "max": kernels.MAX, "avg": kernels.AVG}[layer.pool]

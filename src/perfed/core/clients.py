@@ -74,7 +74,7 @@ class Clients:
 
     def to(self, device: torch.device | str) -> Clients:
         """The same data on another device."""
-        move = lambda s: replace(s, x=s.x.to(device), y=s.y.to(device))
+        move = lambda s: replace(s, x=s.x.to(device).contiguous(), y=s.y.to(device).contiguous())
         put = lambda t: None if t is None else t.to(device)
         splits = {name: move(self.split(name)) for name in SPLITS}
         return replace(self, mean=put(self.mean), std=put(self.std), **splits)

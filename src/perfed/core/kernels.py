@@ -95,7 +95,7 @@ def _forward(
     if POOL == 0:
         v = acc + bias
         if RELU:
-            v = tl.maximum(v, 0.0)
+            v = tl.where(v <= 0, 0.0, v)  # not a maximum: what is not a number must stay so
         tl.store(y + (c * M + rows)[:, None] * O + n[None, :], v, mask=ok[:, None] & (n < O)[None, :])
     else:
         place = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
@@ -104,10 +104,11 @@ def _forward(
         four = tl.reshape(acc, (BM // 4, 4, BN))
         if POOL == 1:
             v, i = tl.max(four, axis=1, return_indices=True)
-            v += bias
+            all_four = tl.sum(four, axis=1)
+            v = tl.where(all_four == all_four, v, all_four) + bias
             if RELU:
                 i = tl.where(v > 0, i, 4)
-                v = tl.maximum(v, 0.0)
+                v = tl.where(v <= 0, 0.0, v)
             tl.store(y + out, v, mask=m)
             if WHICH:
                 tl.store(which + out, i.to(tl.uint8), mask=m)
@@ -116,7 +117,7 @@ def _forward(
             if RELU:
                 bit = tl.exp2(tl.arange(0, 4).to(tl.float32))[None, :, None]
                 i = tl.sum(tl.where(four > 0, bit, 0.0), axis=1)
-                four = tl.maximum(four, 0.0)
+                four = tl.where(four <= 0, 0.0, four)
                 if WHICH:
                     tl.store(which + out, i.to(tl.uint8), mask=m)
             tl.store(y + out, tl.sum(four, axis=1) * 0.25, mask=m)
@@ -141,7 +142,7 @@ def _before_pool(
         at = c * M * O + r[:, None] * O + n[None, :]
         v = tl.load(g + at, mask=m, other=0.0)
         if RELU:
-            v = tl.where(tl.load(which + at, mask=m, other=0.0) > 0, v, 0.0)
+            v = tl.where(tl.load(which + at, mask=m, other=0.0) <= 0, 0.0, v)
     else:
         ox = r % WO
         t = r // WO
@@ -388,7 +389,9 @@ def channels_last(x: Tensor) -> Tensor:
     """[C, B, I, H, W] as contiguous [C, B, H, W, I'], I' a multiple of four; a copy only where it is not that yet."""
     C, B, I, H, W = x.shape
     P = _up4(I)
-    if x.stride() == (B * H * W * P, H * W * P, 1, W * P, P):  # what these kernels give, padding included
+    strides = (B * H * W * P, H * W * P, 1, W * P, P)
+    whole = P == I or (x.storage_offset() == 0 and x.untyped_storage().nbytes() == 4 * C * B * H * W * P)
+    if x.stride() == strides and whole:  # what these kernels give, padding included
         return x.as_strided((C, B, H, W, P), (B * H * W * P, H * W * P, W * P, P, 1))
     out = x.new_zeros(C, B, H, W, P) if P != I else x.new_empty(C, B, H, W, P)
     out[..., :I] = x.permute(0, 1, 3, 4, 2)
@@ -462,6 +465,8 @@ def backward(
         )
 
     shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, _precision())
+    real_o, real_i = channels
+    dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
     dw_all, db_all = {}, {}
 
     def weights(c: dict[str, int]) -> tuning.Call:
@@ -473,7 +478,9 @@ def backward(
             xl, turned if c["TURNED"] else dense, dw_all[S], db_all[S], B, S, H, W, HO, WO, I, O, k, layer.stride,
             layer.padding, bias, _precision(), bool(c["TURNED"]), c["BM"], bn, c["BK"],
         )  # fmt: skip
-        return tuning.Call(_weight_grad, grid, args, _options(c))
+        whole = (dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 16)
+        add = tuning.Call(_add_up, (triton.cdiv(k * k * I, 16), C), whole, {})
+        return tuning.Call(_weight_grad, grid, args, _options(c), add)
 
     if tuning.undecided("weights", shape, x.device):
         dissolve(not plain, True)
@@ -482,12 +489,6 @@ def backward(
     if choice["TURNED"] or not plain:
         dissolve(not plain and (need or not choice["TURNED"]), bool(choice["TURNED"]))
     weights(choice)()
-    S = choice["SPLIT"]
-    real_o, real_i = channels
-    dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
-    _add_up[(triton.cdiv(k * k * I, 16), C)](
-        dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 16
-    )
     dx = g.new_empty(C, 0)
     if need:
         out = g.new_empty(C, B, H, W, I)

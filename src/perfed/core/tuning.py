@@ -25,9 +25,12 @@ class Call(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, int]
+    after: Call | None = None  # what it entails
 
     def __call__(self) -> None:
         self.kernel[self.grid](*self.args, **self.options)
+        if self.after is not None:
+            self.after()
 
     def compile(self) -> None:
         """Make it ready without running it."""
@@ -74,7 +77,8 @@ def _load(device: torch.device) -> None:
         _loaded.add(path)
         try:
             for key, choice in json.loads(path.read_text()):
-                _chosen.setdefault(tuple(key), choice)
+                if choice in CANDIDATES.get(key[0], []):  # else from another version
+                    _chosen.setdefault(tuple(key), choice)
         except (OSError, ValueError, TypeError):
             pass  # none yet, or not readable: tuned anew
 

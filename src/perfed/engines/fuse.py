@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import linecache
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,20 +36,22 @@ _WORDS: dict[Any, str] = {
     aten.add.Tensor: "{0} + {1}", aten.sub.Tensor: "{0} - {1}", aten.mul.Tensor: "{0} * {1}",
     aten.div.Tensor: "{0} / {1}", aten.add.Scalar: "{0} + {1}", aten.sub.Scalar: "{0} - {1}",
     aten.mul.Scalar: "{0} * {1}", aten.div.Scalar: "{0} / {1}", aten.rsub.Scalar: "{1} - {0}",
-    aten.neg.default: "-{0}", aten.relu.default: "tl.maximum({0}, 0.0)", aten.abs.default: "tl.abs({0})",
+    aten.neg.default: "-{0}", aten.relu.default: "tl.where({0} <= 0, 0.0, {0})", aten.abs.default: "tl.abs({0})",
     aten.exp.default: "tl.exp({0})", aten.log.default: "tl.log({0})", aten.sqrt.default: "tl.sqrt({0})",
     aten.rsqrt.default: "1.0 / tl.sqrt({0})", aten.reciprocal.default: "1.0 / {0}", aten.square.default: "{0} * {0}",
-    aten.sigmoid.default: "tl.sigmoid({0})", aten.detach.default: "{0}", aten.maximum.default: "tl.maximum({0}, {1})",
-    aten.minimum.default: "tl.minimum({0}, {1})", aten.clamp_min.default: "tl.maximum({0}, {1})",
-    aten.clamp_max.default: "tl.minimum({0}, {1})", aten.where.self: "tl.where({0}, {1}, {2})",
-    aten.threshold_backward.default: "tl.where({1} > {2}, {0}, 0.0)", aten.gt.Scalar: "{0} > {1}",
+    aten.sigmoid.default: "tl.sigmoid({0})", aten.detach.default: "{0}",
+    aten.maximum.default: "tl.maximum({0}, {1}, _NAN)",
+    aten.minimum.default: "tl.minimum({0}, {1}, _NAN)", aten.clamp_min.default: "tl.where({0} < {1}, {1}, {0})",
+    aten.clamp_max.default: "tl.where({0} > {1}, {1}, {0})", aten.where.self: "tl.where({0}, {1}, {2})",
+    aten.threshold_backward.default: "tl.where({1} <= {2}, 0.0, {0})", aten.gt.Scalar: "{0} > {1}",
     aten.gt.Tensor: "{0} > {1}", aten.lt.Scalar: "{0} < {1}", aten.lt.Tensor: "{0} < {1}",
     aten.ge.Scalar: "{0} >= {1}", aten.ge.Tensor: "{0} >= {1}", aten.le.Scalar: "{0} <= {1}",
     aten.le.Tensor: "{0} <= {1}",
 }  # fmt: skip
 _FILLED = {aten.zeros_like.default: "0.0", aten.ones_like.default: "1.0"}
+_WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _LARGE = 4096  # row sums of at least this many numbers are taken along
-_BLOCK = 1024
+_BLOCK = 512
 
 
 def trace(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Program:
@@ -140,6 +143,10 @@ def _same_form(one: fx.Graph, two: fx.Graph) -> bool:
             return {k: form(x, place) for k, x in v.items()}
         return "size" if isinstance(v, int) and not isinstance(v, bool) else str(v)
 
+    constants = [[_held(g, n) for n in g.nodes if n.op == "get_attr"] for g in (one, two)]
+    same = lambda a, b: a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    if len(constants[0]) != len(constants[1]) or not all(map(same, *constants)):
+        return False
     forms = []
     for graph in (one, two):
         place = {node: at for at, node in enumerate(graph.nodes)}
@@ -156,7 +163,9 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _literal(number: Any) -> str:
-    return f"({float(number)!r})" if not isinstance(number, bool) else str(number)
+    if isinstance(number, bool):
+        return str(number)
+    return f"({float(number)!r})" if math.isfinite(number) else f'float("{number}")'
 
 
 def _constant(node: Any) -> str | None:
@@ -177,14 +186,20 @@ def _simple(node: fx.Node) -> bool:
         return False
     if node.kwargs and not set(node.kwargs) <= {"alpha"}:
         return False
+    if node.target in _WITH_ALPHA and len(node.args) > 2:  # by place, where the words do not look
+        return False
     kinds = {value.dtype} if value.dtype != torch.bool else set()
-    for arg in node.args:
+    if all(_constant(arg) is not None for arg in node.args):
+        return False
+    for at, arg in enumerate(node.args):
         if _constant(arg) is not None:
             continue
         if not isinstance(arg, fx.Node) or not isinstance(_value(arg), Kind):
             return False
         if _value(arg).dtype != torch.bool:
             kinds.add(_value(arg).dtype)
+        elif node.target is not aten.mul.Tensor and (node.target is not aten.where.self or at != 0):
+            return False
     return len(kinds) == 1 and kinds <= {torch.float32, torch.float64} and len(value.shape) > 0
 
 
@@ -193,6 +208,8 @@ def _row_sum(node: fx.Node) -> bool:
     if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], fx.Node):
         return False
     shape, kind = _shape(node.args[0]), node.kwargs.get("dtype")
+    if not _value(node.args[0]).dtype.is_floating_point or _value(node.args[0]).stride[-1] != 1:
+        return False
     return len(shape) == 2 and list(node.args[1]) in ([1], [-1]) and shape[1] >= _LARGE and kind in (
         None, torch.float32, torch.float64,
     )  # fmt: skip
@@ -303,7 +320,8 @@ class Program:
                         # Neither a result nor a view that this kernel reads elsewhere may be the old value.
                         seen = [*self.results, *(r for r in self._reads(item) if r is not holder)]
                         free = all(root.get(r, r) is not holder for r in seen)
-                        if free and last.get(holder, -1) <= at and _shape(holder) == item.shape:
+                        alike = _shape(holder) == item.shape and _value(holder).dtype == _value(node).dtype
+                        if free and last.get(holder, -1) <= at and alike:
                             safe[node] = k
         return safe
 
@@ -328,17 +346,25 @@ class Program:
         return [*into, *out[len(into) :]]
 
 
+def _held(graph: fx.Graph, node: fx.Node) -> Any:
+    return functools.reduce(getattr, str(node.target).split("."), graph.owning_module)
+
+
 def _fixed(graph: fx.Graph) -> dict[fx.Node, Any]:
     """What depends on no argument, worked out once; a single number is noted at its node, for kernels to hold."""
     fixed: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            fixed[node] = functools.reduce(getattr, str(node.target).split("."), graph.owning_module)
-        elif node.op == "call_function" and all(n in fixed for n in node.all_input_nodes):
+            fixed[node] = _held(graph, node)
+        elif node.op == "call_function" and all(n in fixed for n in node.all_input_nodes) and not _random(node):
             fixed[node] = node.target(*map_arg(node.args, fixed.get), **map_arg(node.kwargs, fixed.get))
         if isinstance(fixed.get(node), Tensor) and fixed[node].dim() == 0:
             node.meta["number"] = fixed[node].item()
     return fixed
+
+
+def _random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -460,7 +486,7 @@ def _launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor])
     if cluster.joined is None and not cluster.sums:
         _run_flat(cluster, given, into)
     else:
-        _run_rows(cluster, given, into, env)
+        _run_rows(cluster, given, into, env, some.device)
     env.update(out)
 
 
@@ -469,15 +495,14 @@ def _room(like: Kind, device: torch.device) -> Tensor:
     return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
 
 
-def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any]) -> None:
+def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], device: torch.device) -> None:
     """Rows one by one, in segments where an input is a concatenation."""
     rows, length = cluster.shape
     segments: list[tuple[int, int, Tensor | None]] = [(0, length, None)]
     if cluster.joined is not None:
         segments = _segments(cluster.joined.args[0], cluster.products, env, length)
     blocks = [triton.cdiv(end - begin, _BLOCK) for begin, end, _ in segments]
-    some = next(iter([*into.values(), *given.values()]))
-    sums = {n: torch.empty(rows, sum(blocks), dtype=_sum_kind(n), device=some.device) for n in cluster.sums}
+    sums = {n: torch.empty(rows, sum(blocks), dtype=_sum_kind(n), device=device) for n in cluster.sums}
     first = 0
     for (begin, end, piece), count in zip(segments, blocks, strict=True):
         tensors = {n: _side_by_side(t[:, begin:end]) for n, t in given.items()}
@@ -637,7 +662,8 @@ def _kernel(
         value[node] = f"v{k}"
     for k, node in enumerate(cluster.nodes):
         # Named by its kind: Triton compares with numbers of single precision otherwise.
-        double = any(_value(a) and _value(a).dtype == torch.float64 for a in node.all_input_nodes)
+        tensors = [a for a in node.all_input_nodes if _constant(a) is None]
+        double = any(_value(a).dtype == torch.float64 for a in tensors)
         say = (lambda text: f"tl.full((), {text}, tl.float64)") if double else (lambda text: text)
         words = [value[a] if isinstance(a, fx.Node) and a in value else say(_constant(a)) for a in node.args]
         if "alpha" in node.kwargs:
@@ -661,6 +687,6 @@ def _kernel(
 def _jit(source: str) -> Any:
     name = f"<perfed-{hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # where Triton reads it from
-    place: dict[str, Any] = {"tl": tl}
+    place: dict[str, Any] = {"tl": tl, "_NAN": tl.constexpr(tl.PropagateNan.ALL)}  # as PyTorch does
     exec(compile(source, name, "exec"), place)
     return triton.jit(place["fused"])

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from perfed.core import kernels
 from perfed.core.clients import Clients
+from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
 from perfed.engines.fuse import Program, Rows, record
 
@@ -30,7 +31,7 @@ Body = Callable[..., tuple[Tensor, ...]]  # (x, y, weight, key) for each draw, t
 
 @triton.jit
 def _gather(
-    table, at, start, source, labels, mean, std, x, y, weight, steps,
+    table, at, start, source, labels, mean, std, x, y, weight, steps, last,
     SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
     NORMAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +39,7 @@ def _gather(
     r = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.load(table + (r // SLOTS * steps + tl.load(at)) * SLOTS + r % SLOTS)
-    sample = tl.load(start + r // SLOTS) + tl.maximum(n, 0)
+    sample = tl.minimum(tl.load(start + r // SLOTS) + tl.maximum(n, 0), last)  # a client without samples has no first
     ok = place < PIXELS
     c = tl.arange(0, PAD)
     real = ok[:, None] & (c < CHANNELS)[None, :]
@@ -133,11 +134,12 @@ class Loop:
         source = self.clients.split(self.split)
         slots = table.shape[2]
         images = source.x.dtype == torch.uint8 and source.x.dim() == 4 and source.x.shape[1] <= 4
+        images = images and source.x.is_contiguous()  # the kernel counts on it
         if images and self.dtype == torch.float32:
             x, y, weight = self._images(table, width, slots)
         else:
             index = table[:width].index_select(1, self.at)[:, 0]
-            rows = index.clamp_min(0) + self.start[:width, None]
+            rows = (index.clamp_min(0) + self.start[:width, None]).clamp_max(len(source.y) - 1)
             x = self.clients.ready(source.x[rows.flatten()], self.dtype).unflatten(0, rows.shape)
             y, weight = source.y[rows], (index >= 0).to(self.dtype)
         keys = kernels.step_keys(key[:width], self.at) if self.keyed else key[:width]
@@ -155,6 +157,7 @@ class Loop:
         block = 256
         _gather[(width * slots, triton.cdiv(high * wide, block))](
             table, self.at, self.start, source.x, source.y, mean, std, x, y, weight, table.shape[1],
+            len(source.y) - 1,
             slots, channels, pad, high * wide, normal, block,
         )  # fmt: skip
         return x[..., :channels].permute(0, 1, 4, 2, 3), y, weight
@@ -166,14 +169,20 @@ class Loop:
 
     def _program(self, width: int) -> Program:
         if self.steps is None and width > 2:
-            self.steps = Rows((width, self._traced(width)), (width - 1, self._traced(width - 1)))
+            other = width // 2 if width > 3 else width - 1  # far apart: what is no straight line shows
+            self.steps = Rows((width, self._traced(width)), (other, self._traced(other)))
         graph = self.steps(width) if self.steps is not None else None
         return Program(self._traced(width) if graph is None else graph)
 
     def _traced(self, width: int) -> fx.Graph:
         batches, given = self._inputs(width)
+        carry = [c[:width] for c in self.carry]
         with fast():
-            return record(self._ordered, *[c[:width] for c in self.carry], *batches, *given)
+            graph = record(self._ordered, *carry, *batches, *given)
+        (results,) = next(n for n in graph.nodes if n.op == "output").args
+        after = [r.meta["val"] for r in results]
+        refuse_other_form(form(carry), [(kind.shape, kind.dtype) for kind in after])
+        return graph
 
     def _ordered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         # Carry first: a program may overwrite argument k with result k.

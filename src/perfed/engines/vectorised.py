@@ -62,6 +62,10 @@ class Vectorised(Engine):
         super().__init__(method, clients.to(method.model.device), **options)
         self.block = block  # clients per block; 0 is the whole cohort
         self.runner = Runner(compile, tuple(sorted(sizes)), _recorder() if fast else None)
+        for split in SPLITS:
+            y = self.clients.split(split).y
+            if fast and len(y) and not 0 <= int(y.min()) <= int(y.max()) < clients.classes:  # kernels do not look
+                raise Problem(f"a label of the {split} samples is not one of the {clients.classes} classes")
 
     @property
     def useful(self) -> float:
@@ -145,14 +149,28 @@ class Together:
 
     def __init__(self, engines: Sequence[Vectorised]):
         self.engines, self.first = list(engines), engines[0]
-        _varied([engine.method for engine in engines])
+        self._refuse_others()
         same = all(_same_samples(engine.clients, self.first.clients) for engine in engines)
         self.clients = self.first.clients if same else join([engine.clients for engine in engines])
         counts = [0 if same else len(engine.clients) for engine in engines]
         self.offsets = [0, *accumulate(counts)][:-1]
-        self.first.method.model.seeds = tuple(engine.method.seed for engine in engines)
+        self.seeds = tuple(engine.method.seed for engine in engines)
+        for seed in self.seeds:
+            self.first.method.model.init(seed)  # inside a batch no network can be built
+
+    def _refuse_others(self) -> None:
+        """What must be the same in all runs."""
+        method, model = self.first.method, self.first.method.model
+        for other in self.engines:
+            theirs = other.method.model
+            if type(other.method) is not type(method) or other.wire is not self.first.wire:
+                raise Problem("runs that train together need the same method and the same treatment of uploads")
+            if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
+                raise Problem("runs that train together need the same network, on one device")
+        _varied([engine.method for engine in self.engines])
 
     def _parts(self, tasks: Sequence[Any], keys: Sequence[Tensor], asked: Sequence[Asked]) -> list[Part]:
+        self.first.method.model.seeds = self.seeds
         rows = zip(self.engines, tasks, keys, asked, self.offsets, strict=True)
         return [Part(engine, task, key, *ask, offset) for engine, task, key, ask, offset in rows]
 
@@ -176,6 +194,9 @@ Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they re
 def _same_samples(one: Clients, two: Clients) -> bool:
     if one is two:
         return True
+    alike = lambda a, b: a is b or (a is not None and b is not None and torch.equal(a, b))
+    if not alike(one.mean, two.mean) or not alike(one.std, two.std):
+        return False
     pairs = [(one.split(name), two.split(name)) for name in SPLITS]
     return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)
 
@@ -187,7 +208,7 @@ def _varied(methods: Sequence[Method]) -> dict[str, Tensor]:
         values = [getattr(m, f.name) for m in methods]
         if f.name == "model" or all(v == values[0] for v in values):
             continue
-        if type(first) is not type(methods[-1]) or f.name not in ("seed", "lr"):
+        if f.name not in ("seed", "lr"):
             raise Problem(f"runs that train together may differ in seed and lr only, not in {f.name}")
         kind = torch.int64 if f.name == "seed" else first.model.dtype
         out[f.name] = torch.tensor(values, dtype=kind, device=first.model.device)
@@ -505,7 +526,10 @@ class Mean:
     def recorded(self, inside: list[Tensor]) -> list[Tensor]:
         """The same as a row of recorded graphs, which add up."""
         runner, count, values = self.block.runner, len(self.size), self._values()
-        key = ("mean", self.split, *runner.identity(self.fn, self.form, self.batched))
+        shapes = tuple(
+            (tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in zip(inside, self.batched, strict=True)
+        )
+        key = ("mean", self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
         if key not in runner.forms:
             runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
         zeros, self.result.form = runner.forms[key]
@@ -557,7 +581,8 @@ class Runner:
         function, method, fixed = check_step(step)
         values = {f.name: getattr(method, f.name) for f in fields(method) if f.name != "model"}
         settings = tuple((name, v) for name, v in values.items() if not isinstance(v, Tensor))
-        return function, type(method), fixed, settings, method.model, form, tuple(batched)
+        precision = torch.backends.cuda.matmul.allow_tf32  # held by a record, too
+        return function, type(method), fixed, settings, method.model, form, tuple(batched), precision
 
     def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
         """The step of a whole block: batches, carry and what is given, all as one row of tensors."""

@@ -69,55 +69,83 @@ def missing(protocol: Protocol, out: Path) -> Iterator[Cell]:
 
 
 def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, Any]) -> None:
-    """Run every missing cell, one after another; what was interrupted goes on from its checkpoint.
+    """Run every missing cell; what was interrupted goes on from its checkpoint.
 
-    `how` is where and with what to compute (engine, device, data folder), which results do not depend on. This is the
-    one place where cells are run.
+    `how` is where and with what to compute (engine, device, data folder), which results do not depend on. Where
+    cohorts are batches, the seeds of a row are one batch; elsewhere one cell follows another. This is the one place
+    where cells are run.
     """
     left = list(missing(protocol, out))
-    for at, one in enumerate(left):
-        if one.done:  # a longer run of this table has just made it superfluous
+    at = 0
+    for some in _batches(left, protocol, how):
+        at += len(some)
+        some = [one for one in some if not one.done]  # a longer run of this table may have made it superfluous
+        if not some:
             continue
-        title = f"{protocol.columns[one.column].title}, {protocol.rows[one.row].title}, seed {one.seed}"
-        console.print(f"[{at + 1}/{len(left)}] {title}", highlight=False, markup=False)
+        seeds = ", ".join(str(one.seed) for one in some)
+        title = f"{protocol.columns[some[0].column].title}, {protocol.rows[some[0].row].title}, seed {seeds}"
+        console.print(f"[{at}/{len(left)}] {title}", highlight=False, markup=False)
         try:
-            run_one(one, protocol.config(one.column, one.row, one.seed), how, console)
+            run(some, [protocol.config(one.column, one.row, one.seed) for one in some], how, console)
         except Problem as problem:
             if not str(problem).startswith("training diverged"):
                 raise
             console.print(f"{problem}", highlight=False, markup=False)  # a result, too: the table goes on
-            files.write_json(one.record, files.read_json(one.record) | {"diverged": str(problem)})
+            for one in some:
+                if not one.done:
+                    files.write_json(one.record, files.read_json(one.record) | {"diverged": str(problem)})
             continue
-        if protocol.rows[one.row].watch and one.seed == 0:
-            from perfed.tables.watch import alphas
+        for one in some:
+            if protocol.rows[one.row].watch and one.seed == 0:
+                from perfed.tables.watch import alphas
 
-            alphas(one)
+                alphas(one)
 
 
-def run_one(one: Cell, config: Config, how: dict[str, Any], console: Console) -> None:
-    """Run one cell to its end, from its checkpoint where it has one."""
-    from perfed.experiment import check_same, create, prepare, read_config, train
+def _batches(left: list[Cell], protocol: Protocol, how: dict[str, Any]) -> list[list[Cell]]:
+    """Cells that are run together: the seeds of a column and row, where cohorts are batches."""
+    if not left:
+        return []
+    from perfed.engines import pick_device, pick_engine
+
+    first = protocol.config(left[0].column, left[0].row, 0).run
+    asked = dataclasses.replace(first, **{key: value for key, value in how.items() if key != "data_dir"})
+    if pick_engine(asked, pick_device(asked.device), 2) != "vectorised":
+        return [[one] for one in left]
+    groups: dict[Any, list[Cell]] = {}
+    for one in left:
+        groups.setdefault((one.column, one.row, one.seed if one.first else None), []).append(one)
+    return list(groups.values())
+
+
+def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console) -> None:
+    """Run cells to their end, from their checkpoints where they have one."""
+    from perfed.experiment import check_same, create, prepare, read_config, train_together
     from perfed.tables.joining import old_hands, welcome
 
-    check_settings(one, config)
-    _write_record(one, config)
-    begun = (one.folder / "config.toml").exists()
-    if begun:
-        config = read_config(one.folder)
-    else:
-        run = {key: value for key, value in how.items() if key != "data_dir"}
-        data = dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, **run), data=data)
-    experiment = prepare(config)
-    if one.first:
-        experiment = old_hands(experiment, one.first)
-    if begun:
-        check_same(experiment, one.folder, lambda text: console.print(text, highlight=False))
-    else:
-        create(experiment, one.folder)
-    train(experiment, one.folder, console)
-    if one.first:
-        welcome(prepare(config), one)
+    experiments = []
+    for one, config in zip(some, configs, strict=True):
+        check_settings(one, config)
+        _write_record(one, config)
+        begun = (one.folder / "config.toml").exists()
+        if begun:
+            config = read_config(one.folder)
+        else:
+            asked = {key: value for key, value in how.items() if key != "data_dir"}
+            data = dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, **asked), data=data)
+        experiment = prepare(config)
+        if one.first:
+            experiment = old_hands(experiment, one.first)
+        if begun:
+            check_same(experiment, one.folder, lambda text: console.print(text, highlight=False))
+        else:
+            create(experiment, one.folder)
+        experiments.append(experiment)
+    train_together(experiments, [one.folder for one in some], console)
+    for one, experiment in zip(some, experiments, strict=True):
+        if one.first:
+            welcome(prepare(experiment.config), one)
 
 
 def check_settings(one: Cell, config: Config) -> None:
