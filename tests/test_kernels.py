@@ -79,6 +79,18 @@ def test_convolution_and_its_gradients(case):
         assert far(one, other) < 1e-5, f"the gradient of {name}"
 
 
+@pytest.mark.parametrize("layer", [Layer(3), Layer(3, relu=True), Layer(3, pool=MAX), Layer(3, relu=True, pool=MAX),
+                                   Layer(3, relu=True, pool=AVG)], ids=str)  # fmt: skip
+def test_what_is_not_a_number_stays_so(layer):
+    """A run that diverges must be noticed."""
+    x, w = normal(CLIENTS, SAMPLES, 4, 8, 8), normal(CLIENTS, 4, 4, 3, 3, seed=1)
+    x[0, 1, 2, 3, 3] = torch.nan
+    found = vmap(lambda x, w: kernels.conv(x, w, None, layer))(x, w)
+    expected = torch.stack([plain(x[c], w[c], None, layer) for c in range(CLIENTS)])
+    assert expected.isnan().any()
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
 @pytest.mark.parametrize("shared", ["images", "weights"])
 def test_what_all_clients_share_is_not_batched(shared):
     layer = Layer(3, relu=True, pool=MAX)
