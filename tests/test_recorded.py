@@ -1,0 +1,132 @@
+"""What a recorded engine must not get wrong silently: cases that once were."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="the fast engine needs Triton")
+
+from perfed import contract
+from perfed.catalog import methods
+from perfed.core.clients import Clients, Split
+from perfed.core.errors import Problem
+from perfed.core.messages import Up
+from perfed.core.model import Model
+from perfed.engines.fuse import Rows, record, trace
+from perfed.engines.sequential import Sequential
+from perfed.engines.vectorised import Together, Vectorised
+from perfed.methods.fedavg import FedAvg
+
+
+def picture_clients(last: bool) -> Clients:
+    """Coloured pictures, either as PyTorch lays them out or with the channels last, as image files are read."""
+    draw = torch.Generator().manual_seed(0)
+
+    def split(n: int) -> Split:
+        x = torch.randint(0, 256, (2 * n, 8, 8, 3), generator=draw, dtype=torch.uint8).permute(0, 3, 1, 2)
+        return Split(x if last else x.contiguous(), torch.arange(2 * n) % 3, (n, n))
+
+    half = torch.full((3, 1, 1), 0.5)
+    return Clients(("a", "b"), split(6), split(2), split(3), 3, half, half)
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+def test_pictures_in_any_layout(last):
+    clients = picture_clients(last)
+    make = lambda: FedAvg(Model(small_cnn), epochs=1, batch_size=4, lr=0.05)
+    expected = contract.play(Sequential(make(), clients), [(0, 1)])
+    found = contract.play(Vectorised(make(), clients, fast=True), [(0, 1)])
+    moved = (expected.server - make().init_server(2)).norm()
+    assert (found.server - expected.server).norm() < 1e-4 * moved
+    assert contract.difference(found.values, expected.values) < 1e-4
+
+
+def test_what_is_not_a_number_stays_so():
+    nan = torch.tensor([[float("nan"), -1.0, 2.0]])
+    for f in (
+        lambda x: (x.relu() * 2,),
+        lambda x: (x.clamp_min(0.0) + 1,),
+        lambda x: (torch.where(x > 0, x, -torch.inf) + 0 * x,),
+        lambda x: (torch.rsub(x, 1.0, alpha=2.0) + x,),
+    ):
+        assert torch.equal(trace(f, nan)(nan)[0], f(nan)[0]) or torch.allclose(
+            trace(f, nan)(nan)[0], f(nan)[0], equal_nan=True
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(FedAvg):
+    """A step that returns another form than it was given."""
+
+    def step(self, carry, batch, given):  # noqa: ARG002
+        return carry + 0.5
+
+    def local(self, client, down, data):
+        return client, Up(mean=down.shared * data.fold(self.step, torch.zeros(1, dtype=torch.int64)[0]))
+
+
+def test_a_step_keeps_its_carrys_form():
+    method = Growing(Model(contract.plain_net, dtype=torch.float64), epochs=1)
+    with pytest.raises(TypeError, match="another form"):
+        contract.play(Vectorised(method, contract.toy_clients(), fast=True), [(0, 1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class SeveralMeans(FedAvg):
+    """Two exact means of the same function with another number of models."""
+
+    def losses(self, batch, models):
+        return torch.stack([self.model.loss(theta, batch)[0] for theta in models])
+
+    def local(self, client, down, data):
+        three = data.mean(self.losses, [down.shared, 2 * down.shared, 3 * down.shared])
+        one = data.mean(self.losses, [down.shared])
+        return client, Up(mean=(three, one))
+
+    def aggregate(self, server, cohort):
+        assert cohort.mean[0].shape == (3,)
+        assert cohort.mean[1].shape == (1,)
+        return server + 0 * cohort.mean[1]
+
+
+def test_means_of_different_shapes_are_different_records():
+    make = lambda: SeveralMeans(Model(contract.plain_net, dtype=torch.float64), epochs=1)
+    contract.play(Vectorised(make(), contract.toy_clients(), fast=True), [(0, 1, 2)])
+
+
+def test_a_step_that_is_no_straight_line_is_recorded_anew():
+    half = lambda x: (x[: x.shape[0] // 2].sum() * x,)
+    rows = Rows((9, record(half, torch.ones(9, 3))), (4, record(half, torch.ones(4, 3))))
+    assert rows(6) is None
+    counted = lambda x: (x * torch.tensor([float(x.shape[0])]),)
+    assert not Rows((8, record(counted, torch.ones(8, 3))), (4, record(counted, torch.ones(4, 3)))).alike
+
+
+def test_a_client_without_samples_beside_many():
+    sizes = (*(3,) * 33, 0)
+    clients = contract.toy_clients(sizes)
+    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=2, lr=0.05)
+    expected = contract.play(Sequential(make(), clients), [range(34)])
+    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [range(34)]), expected, "recorded")
+
+
+def test_labels_out_of_range_are_refused():
+    clients = contract.toy_clients()
+    wrong = dataclasses.replace(clients, test=dataclasses.replace(clients.test, y=clients.test.y + 7))
+    with pytest.raises(Problem, match="not one of the 3 classes"):
+        Vectorised(FedAvg(Model(contract.plain_net)), wrong, fast=True)
+
+
+def test_runs_of_different_methods_or_networks_do_not_train_together():
+    clients, model = contract.toy_clients(), Model(contract.plain_net)
+    engine = lambda name, model: Vectorised(methods()[name].load()(model), clients)
+    with pytest.raises(Problem, match="same method"):
+        Together([engine("fedavg", model), engine("local", model)])
+    with pytest.raises(Problem, match="same network"):
+        Together([engine("fedavg", model), engine("fedavg", Model(contract.norm_net))])
