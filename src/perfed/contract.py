@@ -214,12 +214,12 @@ def check_compiled(
 def check_together(entry: Entry) -> None:
     """Runs with other seeds and another learning rate, trained in one batch, end as each does alone."""
     settings: list[dict[str, Any]] = [{"seed": 0}, {"seed": 3}, {"seed": 7, "lr": 0.02}]
-    make, clients, rounds = maker(entry, "norm"), toy_clients(), 2
-    if not make().vectorised:
+    clients, rounds = toy_clients(), 2
+    make = lambda changed: maker(entry, "norm")(epochs=1, **changed)  # each with a Model of its own, as runs have
+    if not make({}).vectorised:
         return
     alone, batched = (
-        [Federation(Vectorised(make(epochs=1, **changed), clients, seed=changed["seed"])) for changed in settings]
-        for _ in range(2)
+        [Federation(Vectorised(make(changed), clients, seed=changed["seed"])) for changed in settings] for _ in range(2)
     )
     together = Together([federation.engine for federation in batched])  # pyright: ignore[reportArgumentType]
     for _ in range(rounds):
