@@ -163,7 +163,7 @@ class Together:
         method, model = self.first.method, self.first.method.model
         for other in self.engines:
             theirs = other.method.model
-            if type(other.method) is not type(method) or other.wire is not self.first.wire:
+            if _name(other.method) != _name(method) or other.wire is not self.first.wire:
                 raise Problem("runs that train together need the same method and the same treatment of uploads")
             if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
                 raise Problem("runs that train together need the same network, on one device")
@@ -186,6 +186,10 @@ class Together:
         keys = [engine.key(PERSONALISE, round) for engine in self.engines]
         found = self.first._all(self._parts(tasks, keys, asked), self.clients)
         return [Scores(out["models"], out["values"]) for out in found]
+
+
+def _name(method: Method) -> tuple[str, str]:
+    return type(method).__module__, type(method).__qualname__  # a user's file is a new class each time it is read
 
 
 Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
