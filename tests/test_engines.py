@@ -308,6 +308,7 @@ def test_a_method_that_cannot_be_vectorised_runs_one_by_one(clients):
     assert make_engine("vectorised", fedavg(), clients, RunConfig()).name == "vectorised"
 
 
+@pytest.mark.slow
 def test_several_methods_and_instances_compiled_in_one_process(clients):
     """A cache keyed by a function's name would give the second instance the first one's settings."""
     for name, changed in (("fedprox", {"mu": 0.1}), ("fedprox", {"mu": 1.0}), ("fedavg", {}), ("fedprox", {"lr": 0.3})):

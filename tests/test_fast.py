@@ -70,6 +70,7 @@ def test_records_of_one_engine_are_told_apart():
     assert identity(one) != identity(one.at_rate(0.02))
 
 
+@pytest.mark.slow
 def test_a_second_run_uses_the_records_again():
     engine = Vectorised(contract.maker(methods()["pgfed"])(epochs=1), contract.toy_clients(SIZES), seed=5, fast=True)
     first = contract.play(engine, COHORTS)
@@ -141,7 +142,10 @@ def large_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize(("network", "normal"), [(lenet, True), pytest.param(residual, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("network", "normal"),
+    [pytest.param(lenet, True, marks=pytest.mark.slow), pytest.param(residual, False, marks=pytest.mark.slow)],
+)
 def test_images_in_single_precision(network, normal):
     """The kernels of the layers, inside recorded steps, on images that are kept as bytes."""
     clients = images(normal=normal)

@@ -9,27 +9,27 @@ from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Vectorised
 
 METHODS = list(methods().values())
+SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 
 
-@each_method
-@pytest.mark.parametrize("network", contract.NETWORKS)
-@pytest.mark.parametrize("engine", contract.ENGINES)
+def cases():
+    """Every method with the networks that suit it; what differs little from another case is slow."""
+    for entry in METHODS:
+        for network in contract.networks(entry):
+            for engine in contract.ENGINES:
+                marks = [pytest.mark.slow] if network == "norm" and engine != "vectorised" else []
+                yield pytest.param(entry, network, engine, marks=marks, id=f"{engine}-{network}-{entry.name}")
+
+
+@pytest.mark.parametrize(("entry", "network", "engine"), cases())
 def test_engine_equals_sequential(entry, network, engine):
     if engine == "workers" and torch.cuda.is_available():
         pytest.skip("with a GPU, PyTorch does not let a process that has used autograd fork workers")
     contract.check_engines(entry, network, engine)
 
 
-FORMS = (
-    "fedavg",
-    "fedrep",
-    "ifca",
-    "moon",
-    "pfedmb",
-    "pgfed",
-    "scaffold",
-)  # all that a step can look like
+FORMS = ("fedavg", "ifca", "pgfed")  # what a step can look like: one carry, groups, several carries and a mean
 
 
 @pytest.mark.parametrize("entry", [methods()[name] for name in FORMS], ids=lambda entry: entry.name)
@@ -43,6 +43,7 @@ def test_compiled_equals_plain_for_all(entry):
     contract.check_compiled(entry, twice=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_inductor_equals_plain():
     """Dropout under the compiler that miscompiles hashed counters; full batches only, so that one step is compiled."""
@@ -59,7 +60,11 @@ def test_inductor_equals_plain_for_all(entry):
     contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)
 
 
-@each_method
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(e, marks=[] if e.name in SEEDED else [pytest.mark.slow]) for e in METHODS],
+    ids=lambda entry: entry.name,
+)
 def test_several_runs_in_one_batch_equal_each_alone(entry):
     contract.check_together(entry)
 
