@@ -64,7 +64,7 @@ def test_what_is_not_a_number_stays_so():
 class Growing(FedAvg):
     """A step that returns another form than it was given."""
 
-    def step(self, carry, batch, given):  # noqa: ARG002
+    def step(self, carry, batch, given):
         return carry + 0.5
 
     def local(self, client, down, data):

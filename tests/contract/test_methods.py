@@ -22,7 +22,7 @@ def cases():
                 yield pytest.param(entry, network, engine, marks=marks, id=f"{engine}-{network}-{entry.name}")
 
 
-@pytest.mark.parametrize(("entry", "network", "engine"), cases())
+@pytest.mark.parametrize(("entry", "network", "engine"), list(cases()))
 def test_engine_equals_sequential(entry, network, engine):
     if engine == "workers" and torch.cuda.is_available():
         pytest.skip("with a GPU, PyTorch does not let a process that has used autograd fork workers")
