@@ -4,19 +4,24 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.func import vmap
 
 pytest.importorskip("triton", reason="the fast engine needs Triton")
 
 from perfed import contract
 from perfed.catalog import methods
+from perfed.core import kernels
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
+from perfed.core.kernels import Layer
 from perfed.core.messages import Up
 from perfed.core.model import Model
 from perfed.engines.fuse import Rows, record, trace
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Together, Vectorised
+from perfed.federation import Federation, step_together
 from perfed.methods.fedavg import FedAvg
 
 
@@ -130,3 +135,56 @@ def test_runs_of_different_methods_or_networks_do_not_train_together():
         Together([engine("fedavg", model), engine("local", model)])
     with pytest.raises(Problem, match="same network"):
         Together([engine("fedavg", model), engine("fedavg", Model(contract.norm_net))])
+
+
+def test_apple_runs():
+    make = contract.maker(methods()["apple"])
+    Federation(Sequential(make(), contract.toy_clients())).step()
+
+
+def test_a_network_whose_size_needs_no_padding():
+    net = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))  # 92 numbers, a multiple of four
+    make = lambda: FedAvg(Model(net, dtype=torch.float64), epochs=1, batch_size=5)
+    clients = contract.toy_clients((7, 5))
+    expected = contract.play(Sequential(make(), clients), [(0, 1)])
+    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [(0, 1)]), expected, "recorded")
+
+
+def test_an_empty_piece():
+    theta, g = torch.randn(3, 8), torch.randn(3, 8)
+    function = lambda theta, g: (theta - 0.1 * torch.cat([g[:, :5], g[:, 5:], torch.zeros(0)], 1),)
+    assert torch.allclose(trace(function, theta, g)(theta, g)[0], function(theta, g)[0])
+
+
+def test_runs_with_models_of_their_own():
+    engines = [
+        Vectorised(contract.maker(methods()["fedbabu"])(epochs=1, seed=s), contract.toy_clients(), seed=s)
+        for s in (0, 3)
+    ]
+    step_together([Federation(e) for e in engines], Together(engines))
+
+
+def test_arithmetic_on_constants_alone():
+    x = torch.randn(2, 3)
+    function = lambda x: (torch.zeros_like(x) + torch.ones_like(x),)
+    assert torch.equal(trace(function, x)(x)[0], function(x)[0])
+
+
+def test_labels_in_another_layout():
+    z, y = torch.randn(3, 5, 4), torch.randint(0, 4, (5, 3))
+    expected = torch.stack([F.cross_entropy(z[c], y[:, c], reduction="none") for c in range(3)])
+    assert torch.allclose(vmap(kernels.cross_entropy, (0, 1))(z, y), expected)
+
+
+def test_some_channels_of_a_layer():
+    x, w, v = torch.randn(2, 2, 3, 8, 8), torch.randn(2, 4, 3, 3, 3), torch.randn(2, 4, 3, 3, 3)
+    found = vmap(lambda x, w, v: kernels.conv(kernels.conv(x, w, None, Layer(3))[:, 1:], v, None, Layer(3)))(x, w, v)
+    expected = torch.stack([F.conv2d(F.conv2d(x[c], w[c])[:, 1:], v[c]) for c in range(2)])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_result_beyond_the_arguments_that_is_one():
+    x = torch.randn(3, 5)
+    place = x.clone()
+    found = trace(lambda x: (x + 1, x), x)(place, into=[place])
+    assert torch.equal(found[1], x)

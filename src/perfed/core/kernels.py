@@ -576,7 +576,7 @@ def _op_conv_grad(
 
 def _op_loss(logits: Tensor, y: Tensor) -> Tensor:
     z = logits.contiguous()
-    out = torch.empty_like(y, dtype=z.dtype)
+    out = z.new_empty(y.shape)
     K = z.shape[-1]
     _loss[(y.numel(),)](z, y.contiguous(), out, K, _two(K), num_warps=1)
     return out

@@ -228,6 +228,11 @@ class Cluster:
     products: dict[fx.Node, fx.Node] = field(default_factory=dict)  # pieces that are batched matrix products
 
     @property
+    def pieces(self) -> list[fx.Node]:
+        """What is joined; an empty piece may have another number of dimensions, and is none."""
+        return [] if self.joined is None else [p for p in self.joined.args[0] if len(_shape(p)) == 2]
+
+    @property
     def rate(self) -> float | None:
         """The number c where all the cluster does is add c times the joined pieces to one argument."""
         if len(self.nodes) != 1 or self.joined is None or self.sums or len(self.inputs) != 1:
@@ -258,7 +263,7 @@ class Program:
     def _add_in_place(self, cluster: Cluster) -> None:
         """Let large matrix products be added where they belong: a gradient that only moves theta is never written."""
         length = cluster.shape[1]
-        for piece in cluster.joined.args[0]:
+        for piece in cluster.pieces:
             chain = [piece]
             while _is_view(chain[-1]) and len(chain[-1].users) == 1 and chain[-1].all_input_nodes:
                 chain.append(chain[-1].all_input_nodes[0])
@@ -279,7 +284,7 @@ class Program:
     def _reads(self, item: fx.Node | Cluster) -> list[fx.Node]:
         if isinstance(item, fx.Node):
             return list(item.all_input_nodes)
-        pieces = list(item.joined.args[0]) if item.joined is not None else []
+        pieces = item.pieces
         apart = [n for product in item.products.values() for n in product.all_input_nodes]
         return [*item.inputs, *(p for p in pieces if p not in item.products), *apart]
 
@@ -307,7 +312,7 @@ class Program:
                 source = item.all_input_nodes[0]
                 root[item] = root.get(source, source)
         old = lambda k, r: root.get(r, r) in self.holders and r is not self.holders[k]
-        self.borrowed = {k for k, r in enumerate(self.results) if k < len(self.holders) and old(k, r)}
+        self.borrowed = {k for k, r in enumerate(self.results) if k >= len(self.holders) or old(k, r)}
         safe: dict[fx.Node, int] = {}
         for at, item in enumerate(self.items):
             if isinstance(item, Cluster):
@@ -477,7 +482,7 @@ def _sorted(members: dict[int, list[fx.Node]], after: Callable[[int], set[int]])
 
 def _launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor]) -> None:
     """Run a cluster: outputs go to `place` where it names one, else to new memory."""
-    some = env[cluster.inputs[0]] if cluster.inputs else env[cluster.joined.args[0][0]]  # pyright: ignore
+    some = env[cluster.inputs[0]] if cluster.inputs else env[cluster.pieces[0]]
     width = cluster.shape
     out = {n: place[n] if n in place else _room(_value(n), some.device) for n in cluster.outputs}
     into = {n: t.view(torch.int8) if t.dtype == torch.bool else t for n, t in out.items()}
@@ -500,7 +505,7 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], de
     rows, length = cluster.shape
     segments: list[tuple[int, int, Tensor | None]] = [(0, length, None)]
     if cluster.joined is not None:
-        segments = _segments(cluster.joined.args[0], cluster.products, env, length)
+        segments = _segments(cluster.pieces, cluster.products, env, length)
     blocks = [triton.cdiv(end - begin, _BLOCK) for begin, end, _ in segments]
     sums = {n: torch.empty(rows, sum(blocks), dtype=_sum_kind(n), device=device) for n in cluster.sums}
     first = 0
@@ -560,7 +565,7 @@ def _segments(
 def _add_products(cluster: Cluster, env: dict[Any, Any], target: Tensor, source: Tensor) -> None:
     """Target = source + rate * product, for the columns of each product."""
     at = 0
-    for node in cluster.joined.args[0]:
+    for node in cluster.pieces:
         size = _shape(node)[1]
         if node in cluster.products:
             product = cluster.products[node]
