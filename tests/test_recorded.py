@@ -188,3 +188,19 @@ def test_a_result_beyond_the_arguments_that_is_one():
     place = x.clone()
     found = trace(lambda x: (x + 1, x), x)(place, into=[place])
     assert torch.equal(found[1], x)
+
+
+def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():
+    """The first engine records for its own clients, then for those of all runs."""
+    make = lambda seed: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=5, seed=seed)
+    tables = [contract.toy_clients((7, 5), seed=seed) for seed in (0, 1)]
+    engines = [Vectorised(make(s), clients, seed=s, fast=True) for s, clients in enumerate(tables)]
+    federations = [Federation(engine) for engine in engines]
+    for federation in federations:
+        federation.step()
+    step_together(federations, Together(engines))
+    for seed, federation in enumerate(federations):
+        expected = Federation(Sequential(make(seed), tables[seed], seed=seed))
+        expected.step()
+        expected.step()
+        assert contract.difference(federation.server, expected.server) < 1e-9

@@ -39,12 +39,9 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
 
 def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished one is left as it is."""
-    from perfed.experiment import check_same, prepare, read_config, train
+    from perfed.experiment import read_config
 
-    experiment = prepare(read_config(folder))
-    check_same(experiment, folder, lambda text: console.print(text, highlight=False))
-    train(experiment, folder, console)
-    return finish(folder)
+    return together([read_config(folder)], [folder], console)[0]
 
 
 def together(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:

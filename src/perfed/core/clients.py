@@ -80,12 +80,16 @@ class Clients:
         return replace(self, mean=put(self.mean), std=put(self.std), **splits)
 
 
+def alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two tensors, or two that are not there, are the same."""
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
 def join(several: Sequence[Clients]) -> Clients:
     """The clients of several federations one after another; the same object where they are the same."""
     first = several[0]
     if all(other is first for other in several):
         return first
-    alike = lambda a, b: a is b or (a is not None and b is not None and torch.equal(a, b))
     for other in several:
         if other.shape != first.shape or not alike(other.mean, first.mean) or not alike(other.std, first.std):
             raise Problem("runs that train together need samples of one shape, normalised alike")

@@ -38,7 +38,7 @@ _WORDS: dict[Any, str] = {
     aten.mul.Scalar: "{0} * {1}", aten.div.Scalar: "{0} / {1}", aten.rsub.Scalar: "{1} - {0}",
     aten.neg.default: "-{0}", aten.relu.default: "tl.where({0} <= 0, 0.0, {0})", aten.abs.default: "tl.abs({0})",
     aten.exp.default: "tl.exp({0})", aten.log.default: "tl.log({0})", aten.sqrt.default: "tl.sqrt({0})",
-    aten.rsqrt.default: "1.0 / tl.sqrt({0})", aten.reciprocal.default: "1.0 / {0}", aten.square.default: "{0} * {0}",
+    aten.rsqrt.default: "1.0 / tl.sqrt({0})", aten.reciprocal.default: "1.0 / {0}",
     aten.sigmoid.default: "tl.sigmoid({0})", aten.detach.default: "{0}",
     aten.maximum.default: "tl.maximum({0}, {1}, _NAN)",
     aten.minimum.default: "tl.minimum({0}, {1}, _NAN)", aten.clamp_min.default: "tl.where({0} < {1}, {1}, {0})",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from perfed.core.clients import SPLITS, Clients, join
+from perfed.core.clients import SPLITS, Clients, alike, join
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
 from perfed.core.errors import Problem
@@ -198,7 +198,6 @@ Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they re
 def _same_samples(one: Clients, two: Clients) -> bool:
     if one is two:
         return True
-    alike = lambda a, b: a is b or (a is not None and b is not None and torch.equal(a, b))
     if not alike(one.mean, two.mean) or not alike(one.std, two.std):
         return False
     pairs = [(one.split(name), two.split(name)) for name in SPLITS]
@@ -649,7 +648,8 @@ class Runner:
         make = lambda pool: Loop.make(
             block.clients, split, block.dtype, keyed, weighted, body, inside, batched, carried, shape, rows, pool
         )
-        return self.recorder.loop((*key, shape, one), rows, make)
+        # By its clients too: a record reads their tables, and several runs in one batch have tables of their own.
+        return self.recorder.loop((*key, id(block.clients), shape, one), rows, make)
 
     def replay(self, loop: Loop, carry: list[Tensor], totals: list[int], exact: int = EXACT) -> list[Tensor]:
         """All steps of a loaded loop, whose rows are sorted by totals; what the rows end with."""
