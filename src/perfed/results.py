@@ -136,7 +136,11 @@ class Run:
 
     def accuracies(self, method: str, model: str = "personal", split: str = "test") -> np.ndarray:
         """One number per client; NaN where a client has no samples in the split."""
-        scores = [client[model].get(split, {}).get("accuracy") for client in self.result(method)["clients"]]
+        return self.scores(method, "accuracy", model, split)
+
+    def scores(self, method: str, metric: str, model: str = "personal", split: str = "test") -> np.ndarray:
+        """The same of any metric: accuracy, loss, and where the run has them macro_f1 and auc."""
+        scores = [client[model].get(split, {}).get(metric) for client in self.result(method)["clients"]]
         return np.array([np.nan if s is None else s for s in scores])
 
     def curve(self, method: str, model: str = "personal") -> tuple[list[int], list[float]]:

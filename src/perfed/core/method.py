@@ -78,6 +78,11 @@ class Method(ABC):
         usual = type(self).models is Method.models and type(self).score is Method.score
         return self.evaluates == "global" and not self.fine_tune and usual
 
+    @property
+    def usual(self) -> bool:
+        """Whether a prediction is the largest output of one model, so that any score can be made from outputs."""
+        return type(self).rate is Method.rate and type(self).score is Method.score
+
     # ------------------------------------------------------------------ the six functions
 
     @abstractmethod

@@ -22,10 +22,11 @@ from perfed.core.messages import Down, Up
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
+from perfed.core.scores import full_scores
 from perfed.core.tree import send, tree_map
 from perfed.wire import Transform, identity
 
-_ON_GPU = 1 << 14  # samples that a shared model is given at once
+_ON_GPU = 1 << 14  # samples that a model is given at once
 
 
 class Uploads(NamedTuple):
@@ -47,6 +48,12 @@ class Scores(NamedTuple):
     values: Values
 
 
+def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two dicts of dicts as one, down to what they hold."""
+    both = lambda a, b: joined(a, b) if isinstance(a, dict) else b
+    return one | {key: both(one[key], value) if key in one else value for key, value in other.items()}
+
+
 def uploads(out: dict[str, Any]) -> tuple[State, Uploads]:
     """What an exchange gave, from the results of its task."""
     return out["state"], Uploads(out["mean"], out["own"], out["weight"], out.get("group"))
@@ -66,29 +73,63 @@ class Engine(ABC):
         out = self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down)
         return uploads(out)
 
-    def evaluate(self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False) -> Scores:
-        """Every client's model(s), and their scores on the client's own validation and test samples."""
-        out = self._each(Evaluation(self.method, self.splits, keep), self.key(PERSONALISE, round), ids, states, down)
-        return Scores(out["models"], out["values"])
+    def evaluate(
+        self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False, full: bool = False
+    ) -> Scores:
+        """Every client's model(s), and their scores on the client's own validation and test samples.
+
+        `full`: also macro-F1 and AUC, for which the samples pass through the models once more.
+        """
+        full = full and self.method.usual
+        task = Evaluation(self.method, self.splits, keep or full)
+        out = self._each(task, self.key(PERSONALISE, round), ids, states, down)
+        return self.scored(out, ids, keep, full)
+
+    def scored(self, out: dict[str, Any], ids: Sequence[int], keep: bool, full: bool) -> Scores:
+        """What an evaluation found, from the results of its task."""
+        values = joined(out["values"], self.judge(ids, out["models"])) if full else out["values"]
+        return Scores(out["models"] if keep else {}, values)
+
+    def judge(self, ids: Sequence[int], models: dict[str, Tensor]) -> Values:
+        """Macro-F1 and AUC of every client's model(s), `models` holding a row for each."""
+        found: Values = {}
+        for split in self.splits:
+            source = self.clients.split(split)
+            at = [(source.start[id], source.start[id] + source.size[id]) for id in ids]
+            y = torch.cat([source.y[first:last] for first, last in at])
+            found[split] = {}
+            for name, rows in models.items():
+                out = [o for theta, where in zip(rows, at, strict=True) for o in self._outputs(theta, split, *where)]
+                whole = torch.cat(out) if out else rows.new_zeros(0, 1)  # nobody here has samples
+                found[split][name] = full_scores(whole, y, [last - first for first, last in at])
+        return found
+
+    def _outputs(self, theta: Tensor, split: str, first: int, last: int) -> list[Tensor]:
+        """What a model says of these rows of a split, in pieces."""
+        x, model = self.clients.split(split).x, self.method.model
+        some = [x[at : min(at + self._step, last)] for at in range(first, last, self._step)]
+        return [model.apply(theta, self.clients.ready(rows, model.dtype))[0] for rows in some]
 
     def models(self, round: int, ids: Sequence[int], states: State, down: Down) -> dict[str, Tensor]:
         """Every client's model(s), not scored."""
         return self._each(Evaluation(self.method, (), True), self.key(PERSONALISE, round), ids, states, down)["models"]
 
-    def score_all(self, models: dict[str, Tensor]) -> Values:
+    def score_all(self, models: dict[str, Tensor], full: bool = False) -> Values:
         """Scores of models that all clients share: their samples in large pieces, then means for each client."""
         found: dict[str, list[Any]] = {split: [] for split in self.splits}
-        for piece, values in zip(self._pieces, self._score(models), strict=True):
+        for piece, values in zip(self._pieces, self._score(models, full), strict=True):
             found[piece[0]].append(values)
         return {split: tree_map(lambda *t: torch.cat(t), *values) for split, values in found.items()}
 
-    def _score(self, models: dict[str, Tensor]) -> list[Any]:
+    def _score(self, models: dict[str, Tensor], full: bool) -> list[Any]:
         """The scores of every piece."""
-        return [self.score_piece(models, *piece) for piece in self._pieces]
+        return [self.score_piece(models, full, *piece) for piece in self._pieces]
 
-    def score_piece(self, models: dict[str, Tensor], split: str, first: int, last: int) -> dict[str, dict[str, Tensor]]:
+    def score_piece(
+        self, models: dict[str, Tensor], full: bool, split: str, first: int, last: int
+    ) -> dict[str, dict[str, Tensor]]:
         """Scores of the clients from `first` to before `last`, whose samples lie side by side."""
-        source, step = self.clients.split(split), _ON_GPU if self.clients.train.y.is_cuda else CHUNK
+        source, step = self.clients.split(split), self._step
         begin, size = source.start[first], source.size[first:last]
         some = [slice(at, min(at + step, begin + sum(size))) for at in range(begin, begin + sum(size), step)]
         key, ready = self.key(), lambda rows: self.clients.ready(source.x[rows], self.method.model.dtype)
@@ -99,7 +140,17 @@ class Engine(ABC):
             total = torch.segment_reduce(torch.cat(parts).double(), "sum", lengths=count, unsafe=True)
             return (total / count).to(parts[0].dtype)  # NaN for a client without samples
 
-        return tree_map(mean, *each)
+        found = tree_map(mean, *each)
+        if not full:
+            return found
+        end = begin + sum(size)
+        out = {name: torch.cat(self._outputs(theta, split, begin, end)) for name, theta in models.items()}
+        return joined(found, {name: full_scores(one, source.y[begin:end], size) for name, one in out.items()})
+
+    @property
+    def _step(self) -> int:
+        """Samples that a model is given at once."""
+        return _ON_GPU if self.clients.train.y.is_cuda else CHUNK
 
     def _rate(self, batch: Batch, models: dict[str, Tensor]) -> Any:
         return self.method.rate(batch, models)

@@ -180,12 +180,14 @@ class Together:
         keys = [engine.key(TRAIN, round, exchange) for engine in self.engines]
         return [uploads(out) for out in self.first._all(self._parts(tasks, keys, asked), self.clients)]
 
-    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False) -> list[Scores]:
+    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False, full: bool = False) -> list[Scores]:
         """Every run's models and their scores."""
-        tasks = [Evaluation(self.first.method, self.first.splits, keep) for _ in self.engines]
+        full = full and self.first.method.usual
+        tasks = [Evaluation(self.first.method, self.first.splits, keep or full) for _ in self.engines]
         keys = [engine.key(PERSONALISE, round) for engine in self.engines]
         found = self.first._all(self._parts(tasks, keys, asked), self.clients)
-        return [Scores(out["models"], out["values"]) for out in found]
+        rows = zip(self.engines, found, asked, strict=True)
+        return [engine.scored(out, ask[0], keep, full) for engine, out, ask in rows]
 
 
 def _name(method: Method) -> tuple[str, str]:

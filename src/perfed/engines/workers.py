@@ -27,7 +27,7 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import State
 from perfed.core.tree import pack, rows, stack, tree_map, unpack
-from perfed.engines.base import Evaluation, Task, Training
+from perfed.engines.base import Evaluation, Task, Training, Values
 from perfed.engines.sequential import Sequential
 
 
@@ -126,8 +126,14 @@ class Workers(Sequential):
         back = torch.tensor([row for group in groups for row in group]).argsort()
         return tree_map(lambda *t: torch.cat(t)[back], *found)
 
-    def _score(self, models: dict[str, Tensor]) -> list[Any]:
-        return self._spread(models, [({"piece": piece}, tuple) for piece in self._pieces])
+    def _score(self, models: dict[str, Tensor], full: bool) -> list[Any]:
+        return self._spread(models, [({"piece": (full, *piece)}, tuple) for piece in self._pieces])
+
+    def judge(self, ids: Sequence[int], models: dict[str, Tensor]) -> Values:
+        some = -(-len(ids) // (4 * self.count))
+        groups = [slice(first, first + some) for first in range(0, len(ids), some)]
+        found = self._spread((), [({"judge": list(ids[g])}, lambda g=g: rows(models, g)) for g in groups])
+        return tree_map(lambda *t: torch.cat(t), *found)
 
     def _spread(self, shared: Any, jobs: list[tuple[dict[str, Any], Callable[[], Any]]]) -> list[Any]:
         """What the workers make of the jobs, each a message and what makes its tensors; `shared` is for all."""
@@ -169,6 +175,8 @@ class Workers(Sequential):
         """What a worker makes of a job."""
         if "piece" in message:
             return self.score_piece(shared, *message["piece"])
+        if "judge" in message:
+            return super().judge(message["judge"], tensors)
         how, key = message["task"], torch.tensor(message["key"])
         task = Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else Training(self.method, self.wire)
         each = []
