@@ -13,12 +13,12 @@ import time
 
 import torch
 
-from perfed.benchmarks import commit
 from perfed.benchmarks.cpu import processor
 from perfed.config import ModelConfig
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
+from perfed.provenance import commit
 
 REPEATS = 31
 CASES = [

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
 
 from perfed import catalog, metrics
+from perfed.config import RunConfig
 from perfed.core.errors import Problem
 from perfed.experiment import make_method
 from perfed.metrics import Curves
@@ -93,6 +95,27 @@ def test_a_wrong_file_is_refused(tmp_path):
         (tmp_path / "mine.toml").write_text(text.replace(old, new))
         with pytest.raises(Problem, match=says):
             protocol.find(str(tmp_path / "mine.toml"))
+
+
+def test_settings_that_no_result_depends_on_are_not_a_reduction():
+    """The table and its cells keep their names; everything that could change a number is said."""
+    whole = protocol.find("pgfed-1")
+    for key, value in (
+        ("checkpoint_every", 7),
+        ("save_models", "all"),
+        ("state_memory", 9),
+        ("block", 5),
+        ("fast", False),
+    ):
+        made = protocol.reduced(whole, [f"run.{key}={str(value).lower()}"], False)
+        assert (made.label, made.cells, made.columns["c10-25"].title) == ("", "pgfed-1", "CIFAR10, 25 clients")
+        assert getattr(made.config("c10-25", "pgfed", 0).run, key) == value
+    assert {f"run.{key}" for key in protocol.NEUTRAL} <= {f"run.{f.name}" for f in dataclasses.fields(RunConfig)}
+    for text in ("run.eval_every=2", "run.tf32=false", "run.precision=float64", "run.rounds=3", "data.alpha=1", "lr=1"):
+        made = protocol.reduced(whole, ["run.block=5", text], False)
+        assert made.cells == "pgfed-1-reduced"
+        assert made.label.count("=") == 1
+    assert "checkpoint_every" not in protocol.reduced(whole, [], True).label
 
 
 def test_rows_that_read_other_rows_bring_them_along():
@@ -223,8 +246,8 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
 
     from perfed.tables.cells import carry_out
 
-    made = protocol.reduced(protocol.find("pgfed-1"), ["run.rounds=1", "data.clients=4", "train.epochs=1"], True)
-    made = protocol.chosen(made, [], ["local"], 1)
+    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
     how = {"engine": "sequential", "device": "cpu"}
     carry_out(made, tmp_path, Console(quiet=True), how)
     (line,) = result.lines(made, tmp_path)
@@ -233,6 +256,8 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     other = protocol.chosen(other, [], ["local"], 1)
     with pytest.raises(Problem, match="was run with other settings"):
         result.lines(other, tmp_path)
+    same = protocol.reduced(protocol.find("pgfed-1"), [*sets, "run.checkpoint_every=2"], True)
+    assert result.lines(protocol.chosen(same, [], ["local"], 1), tmp_path) == [line]
     (result_file,) = tmp_path.rglob("result.json")
     result_file.unlink()
     with pytest.raises(Problem, match="was run with other settings"):
@@ -248,22 +273,95 @@ def test_the_whole_grid_is_tried_on_validation_samples(tmp_path):
     from perfed import tune
     from perfed.config import from_dict
 
-    entry = catalog.find("fedavg")
     raw = {"data": {"clients": 3}, "run": {"rounds": 1, "engine": "sequential"}, "train": {"epochs": 1}}
     base = from_dict({"methods": ["fedavg"], **raw})
-    grid = tune.check_grid(tune.read_grid(["lr=0.05,0.0001"]), entry)
-    found = tune.tune(entry, grid, tune.for_run(base, entry), tmp_path, Console(quiet=True))
+    task = tune.for_run(base, tune.read_grid(["lr=0.05,0.0001"]), tmp_path)
+    found = tune.tune(task, Console(quiet=True), command="perfed tune")
     assert found["best"]["settings"] == {"lr": 0.05}
     assert [one["settings"]["lr"] for one in found["tried"]] == [0.05, 0.0001]
     kept = json.loads((tmp_path / "tune.json").read_text())
-    assert kept["tried"] == found["tried"]
+    assert {key: found[key] for key in kept} == kept
+    assert (kept["rounds"], kept["seeds"], kept["command"]) == (1, [0], "perfed tune")
     assert (tmp_path / "tune.csv").read_text().splitlines()[0] == "lr,validation,round,problem"
     (run,) = tmp_path.glob("*0_05*/seed_0/fedavg/metrics.jsonl")  # the score is the validation accuracy of its logs
     values = [json.loads(line)["personal"]["val"]["accuracy"] for line in run.read_text().splitlines()]
     assert found["best"]["validation"] == pytest.approx(np.mean([v for v in values if v is not None]))
-    assert tune.line_to_use("fedavg", {"lr": 0.05}) == "perfed run fedavg --lr 0.05"
-    used = tune.line_to_use("pgfed", {"lr": 0.1, "order": "alpha"}, "pgfed-1", "pgfed", "c10-25")
+    assert found["use"] == "perfed run fedavg --lr 0.05"
+    row = dataclasses.replace(task, name="pgfed", table=protocol.find("pgfed-1"), column="c10-25")
+    used = tune.line_to_use(row, {"lr": 0.1, "order": "alpha"})
     assert used == 'pgfed-1.toml, under [rows.pgfed.at]: c10-25 = { lr = 0.1, order = "alpha" }'
+    other = dataclasses.replace(base, run=dataclasses.replace(base.run, rounds=2))
+    with pytest.raises(Problem, match="was run with other settings"):  # not taken for what is asked now
+        tune.tune(tune.for_run(other, {"lr": [0.05]}, tmp_path), Console(quiet=True))
+
+
+def test_trials_that_differ_in_lr_alone_are_one_batch(tmp_path, monkeypatch):
+    """Those of one mu and both seeds at once, as they would be alone; one that diverges is an answer, too."""
+    from rich.console import Console
+
+    from perfed import tune
+    from perfed.config import from_dict
+    from perfed.tables import cells
+
+    run = {"rounds": 1, "engine": "vectorised", "fast": False}
+    raw = {"data": {"clients": 3}, "model": {"name": "mlr"}, "run": run, "train": {"epochs": 1, "weight_decay": 1e9}}
+    base, sizes = from_dict({"methods": ["fedprox"], **raw}), []
+    together = cells.run
+    monkeypatch.setattr(cells, "run", lambda some, *rest: [sizes.append(len(some)), together(some, *rest)])
+    task = tune.for_run(base, {"lr": [1e-9, 1e-10, 1e15], "mu": [0.1, 0.2]}, tmp_path)
+    found = tune.tune(task, Console(quiet=True), seeds=2)
+    assert sizes == [6, 6]
+    assert [one["settings"] for one in found["tried"]] == [
+        {"lr": lr, "mu": mu} for mu in (0.1, 0.2) for lr in (1e-9, 1e-10, 1e15)
+    ]
+    assert [one["problem"].partition(":")[0] for one in found["tried"]] == ["", "", "training diverged"] * 2
+    assert "now 1e+15" in found["tried"][2]["problem"]
+    plain = dataclasses.replace(base, run=dataclasses.replace(base.run, engine="sequential"))
+    alone = tune.for_run(plain, {"lr": [1e-10], "mu": [0.2]}, tmp_path / "alone")
+    alone = tune.tune(alone, Console(quiet=True), seeds=2)
+    assert alone["best"]["validation"] == pytest.approx(found["tried"][4]["validation"])
+    again = tune.tune(task, Console(quiet=True), seeds=2)
+    assert sizes == [6, 6, 2]  # nothing is run again, not even what diverged
+    assert again["tried"] == found["tried"]
+
+
+def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys):
+    """A plain row and another, in one command; what the table uses of it is said in its output."""
+    from perfed import cli
+    from perfed.tables import tuned
+
+    words = ["pgfed-1", "--column", "c10-25", "--quick", "--set", "data.clients=4", "--set", "train.epochs=1"]
+    more = ["--rows", "fedavg-own,local", "--grid", "lr=0.02,0.0001", "--rounds", "1", "--engine", "sequential"]
+    monkeypatch.setattr("sys.argv", ["perfed", "tune", "--table", *words, *more, "--out", str(tmp_path), "--json"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr()
+    assert end.value.code == 0, said.err
+    rows = json.loads(said.out)["rows"]
+    assert list(rows) == ["fedavg-own", "local"]
+    kept = json.loads((tmp_path / "tune-pgfed-1-reduced-c10-25.json").read_text())
+    assert (kept["table"], kept["column"]) == ("pgfed-1-reduced", "c10-25")
+    for one in kept["rows"]:
+        assert one["rounds"] == 1  # the table has 30
+        assert one["best"]["settings"] == {"lr": 0.02}
+        assert len(one["tried"]) == 2
+        assert all(one[key] for key in ("command", "commit", "device", "version"))
+        assert str(tmp_path) not in one["command"]
+    trials = list((tmp_path / "pgfed-1-reduced-c10-25/fedavg-own").glob("lr-*/seed_0/pgfed/result.json"))
+    assert len(trials) == 2
+    (tmp_path / "results").mkdir()
+    (tmp_path / "tune-pgfed-1-reduced-c10-25.json").rename(tmp_path / "results/tune-pgfed-1-reduced-c10-25.json")
+    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    made = protocol.reduced(protocol.find("pgfed-1"), [], True)
+    (note,) = tuned.chosen_on(made)
+    assert note.startswith("REDUCED to digits, 20 clients: CIFAR10, 25 clients: chosen on validation data, 1 rounds")
+    assert "seed 0: lr from {0.02, 0.0001}" in note
+    assert note.endswith(": FedAvg own, mu = 0, Local.")
+    assert tuned.chosen_on(protocol.reduced(protocol.find("pgfed-1"), ["lr=0.5"], True)) == []  # not what was chosen
+    assert tuned.chosen_on(protocol.find("pgfed-1")) == []  # not tuned
+    from perfed.report.table_text import report
+
+    assert note in report(made, result.lines(made, tmp_path))
 
 
 def test_a_search_asks_and_tells(monkeypatch):
@@ -284,7 +382,7 @@ def test_a_search_asks_and_tells(monkeypatch):
     assert told == [((0.5,), {}), ((), {"state": "fail"})]
 
 
-def test_tuning_refuses_what_it_cannot_use():
+def test_tuning_refuses_what_it_cannot_use(tmp_path):
     from perfed import tune
 
     entry = catalog.find("pgfed")
@@ -294,11 +392,16 @@ def test_tuning_refuses_what_it_cannot_use():
         tune.check_grid({"m": [1]}, entry)
     with pytest.raises(Problem, match="takes setting=value"):
         tune.read_grid(["lr"])
-    entry, grid, configure = tune.for_table("pgfed-1", "c10-25", "pgfed-frozen", [], False, [])
-    assert len(list(tune.whole(grid))) == 20
-    made = configure({"lr": 0.001, "mu": 0.05}, 1)
+    table, joining, tiers = (protocol.find(name) for name in ("pgfed-1", "pgfed-fig4", "pfedmt-1"))
+    task = tune.for_table(table, table, "c10-25", "pgfed-frozen", [], tmp_path)
+    assert len(list(tune.whole(task.grid))) == 20
+    made = task.configure({"lr": 0.001, "mu": 0.05}, 1)
     assert made.method["pgfed"] == {"lr": 0.001, "mu": 0.05, "alpha_lr": 0.0}
     assert made.run.seed == 1
+    with pytest.raises(Problem, match="row 'pfedme-gm' reads the runs of 'pfedme-pm': tune that one"):
+        tune.for_table(tiers, tiers, "mnist-mlr-600", "pfedme-gm", ["lr=0.1"], tmp_path)
+    with pytest.raises(Problem, match="clients join later in column 'c10'"):
+        tune.for_table(joining, joining, "c10", "local", ["lr=0.1"], tmp_path)
 
 
 # ------------------------------------------------------------------ clients that join later
@@ -365,6 +468,35 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
     assert rounds == [0, 1, 1, 2]  # the first round was not run again
     first, second = (result.lines(made, tmp_path / place)[0] for place in ("whole", "stopped"))
     assert [first[rule] for rule in protocol.RULES] == [second[rule] for rule in protocol.RULES]
+
+
+def test_a_cell_says_where_it_was_run(tmp_path, monkeypatch):
+    """With which sources and on what; one that goes on elsewhere names both places."""
+    from rich.console import Console
+
+    from perfed import provenance
+    from perfed.tables import cells
+
+    assert re.fullmatch(r"\S+ with \d+ cores", provenance.hardware("cpu"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"a GPU at {device}")
+    assert provenance.hardware("cuda:1") == "a GPU at cuda:1"
+    monkeypatch.setenv("PERFED_COMMIT", "abc1234")
+    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
+    monkeypatch.setattr(cells, "hardware", lambda device: "a machine")
+    cells.carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    (line,) = result.lines(made, tmp_path)
+    assert line["commit"] == "abc1234"
+    assert line["machine"].startswith("a machine, engine sequential, torch ")
+    (place,) = tmp_path.rglob("result.json")
+    place.unlink()
+    (place.parents[1] / "scores_personal_all.json").unlink()
+    monkeypatch.setattr(cells, "hardware", lambda device: "another")
+    monkeypatch.setenv("PERFED_COMMIT", "def5678")
+    cells.carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    (line,) = result.lines(made, tmp_path)
+    assert line["commit"] == "abc1234; def5678"
+    assert line["machine"].startswith("a machine; another, engine")
 
 
 def test_a_diverged_cell_is_a_result(tmp_path):

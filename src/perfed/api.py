@@ -46,16 +46,9 @@ def resume(folder: Path, console: Console) -> Run:
 
 def together(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
     """Runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
-    from perfed.experiment import check_same, create, prepare, read_config, train_together
+    from perfed.experiment import reopen, train_together
 
-    experiments = []
-    for config, folder in zip(configs, folders, strict=True):
-        begun = (folder / "config.toml").exists()
-        experiments.append(prepare(read_config(folder) if begun else config))
-        if begun:
-            check_same(experiments[-1], folder, lambda text: console.print(text, highlight=False))
-        else:
-            create(experiments[-1], folder)
+    experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
     train_together(experiments, folders, console)
     return [finish(folder) for folder in folders]
 

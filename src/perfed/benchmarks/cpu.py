@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from perfed import __version__, datasets
-from perfed.benchmarks import commit
 from perfed.benchmarks.plain import Loop, Samples
 from perfed.config import DataConfig, ModelConfig
 from perfed.core.clients import Clients, Split
@@ -29,6 +28,7 @@ from perfed.engines.workers import Workers, cores
 from perfed.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
+from perfed.provenance import commit
 
 WORKERS = 2
 

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perfed import __version__
-from perfed.benchmarks import commit
 from perfed.config import DataConfig, ModelConfig
 from perfed.core import tuning
 from perfed.core.clients import Clients, Split
@@ -37,6 +36,7 @@ from perfed.methods.pfedme import PFedMe
 from perfed.methods.pgfed import PGFed
 from perfed.models import make_network
 from perfed.partition.dirichlet import share
+from perfed.provenance import commit
 
 DEVICE = "cuda"
 SHAPE, CLASSES = (3, 32, 32), 10

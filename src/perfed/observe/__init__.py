@@ -19,6 +19,7 @@ class Round:
     values: Values | None  # None where this round was not evaluated
     seconds: float
     last: bool
+    stopped: str = ""  # why it is the last one, where rounds were left
 
 
 class Observer(Protocol):

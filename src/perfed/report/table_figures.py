@@ -65,8 +65,9 @@ def _curves(protocol: Protocol, out: Path, column: str, what: str, along: str) -
         seeds = list(found(protocol, out, column, row).values())
         if not seeds:
             continue
-        table = np.array([[np.nan if v is None else v for v in one[what]] for one in seeds])
-        x = np.mean([one[along] for one in seeds], axis=0)
+        length = min(len(one["rounds"]) for one in seeds)  # as far as all seeds go: run.patience may stop one before
+        table = np.array([[np.nan if v is None else v for v in one[what][:length]] for one in seeds])
+        x = np.mean([one[along][:length] for one in seeds], axis=0)
         curves[row] = (x, table.mean(0), table.std(0))
     return curves
 

@@ -9,6 +9,7 @@ from perfed.tables import protocol
 from perfed.tables.make import file_name, kept
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import from_csv
+from perfed.tables.tuned import chosen_on
 
 
 def page() -> str:
@@ -20,7 +21,7 @@ def _section(made: Protocol) -> str:
     text = [f"### {made.title}", "", f"`perfed table {made.name}`. {made.paper}", ""]
     if made.source:
         text += [f"Read off the runs of `{made.source}`.", ""]
-    text += [f"- {note}" for note in made.notes]
+    text += [f"- {note}" for note in (*made.notes, *chosen_on(made))]
     text += [f"- {row.title}: {row.note}." for row in made.rows.values() if row.note and not made.source]
     text += ["", _results(made), _results(protocol.reduced(made, [], quick=True))]
     return "\n".join(text)

@@ -8,6 +8,7 @@ from typing import Any
 from perfed.report.tables import markdown, size
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import Line, agreement
+from perfed.tables.tuned import chosen_on
 
 NOT_RUN, DIVERGED = "not run", "diverged"
 RULE = {"max": "best test", "val": "best val.", "last10": "last ten", "last": "last"}
@@ -123,6 +124,7 @@ def report(protocol: Protocol, table: list[Line], pictures: list[str] | None = N
         text += [f"**{protocol.label}**: not the paper's settings, so at most orders may be compared.", ""]
     text += [protocol.paper, "", body(protocol, table), "Choices:", ""]
     text += [f"- {note}" for note in protocol.notes]
+    text += [f"- {note}" for note in chosen_on(protocol)]
     text += [f"- {row.title}: {row.note}." for row in protocol.rows.values() if row.note] + [""]
     text += [f"![{name}]({name})\n" for name in pictures or []]
     return "\n".join(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
+import functools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from rich.console import Console
 from perfed import __version__, files
 from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
-from perfed.tables.protocol import Protocol
+from perfed.provenance import commit, hardware
+from perfed.tables.protocol import NEUTRAL, Protocol
 
 NEWCOMERS = "newcomers.json"  # scores of clients that joined later, epoch by epoch
 
@@ -85,18 +86,9 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
         seeds = ", ".join(str(one.seed) for one in some)
         title = f"{protocol.columns[some[0].column].title}, {protocol.rows[some[0].row].title}, seed {seeds}"
         console.print(f"[{at}/{len(left)}] {title}", highlight=False, markup=False)
-        try:
-            run(some, [protocol.config(one.column, one.row, one.seed) for one in some], how, console)
-        except Problem as problem:
-            if not str(problem).startswith("training diverged"):
-                raise
-            console.print(f"{problem}", highlight=False, markup=False)  # a result, too: the table goes on
-            for one in some:
-                if not one.done:
-                    files.write_json(one.record, files.read_json(one.record) | {"diverged": str(problem)})
-            continue
+        attempt(some, [protocol.config(one.column, one.row, one.seed) for one in some], how, console)
         for one in some:
-            if protocol.rows[one.row].watch and one.seed == 0:
+            if protocol.rows[one.row].watch and one.seed == 0 and one.done:
                 from perfed.tables.watch import alphas
 
                 alphas(one)
@@ -106,11 +98,7 @@ def _batches(left: list[Cell], protocol: Protocol, how: dict[str, Any]) -> list[
     """Cells that are run together: the seeds of a column and row, where cohorts are batches."""
     if not left:
         return []
-    from perfed.engines import pick_device, pick_engine
-
-    first = protocol.config(left[0].column, left[0].row, 0).run
-    asked = dataclasses.replace(first, **{key: value for key, value in how.items() if key != "data_dir"})
-    if pick_engine(asked, pick_device(asked.device), 2) != "vectorised":
+    if not batched(protocol.config(left[0].column, left[0].row, 0), how):
         return [[one] for one in left]
     groups: dict[Any, list[Cell]] = {}
     for one in left:
@@ -118,30 +106,48 @@ def _batches(left: list[Cell], protocol: Protocol, how: dict[str, Any]) -> list[
     return list(groups.values())
 
 
+def batched(config: Config, how: dict[str, Any]) -> bool:
+    """Whether cohorts are batches, so that several runs can share one."""
+    from perfed.engines import pick_device, pick_engine
+
+    asked = _asked(config, how).run
+    return pick_engine(asked, pick_device(asked.device), 2) == "vectorised"
+
+
+def _asked(config: Config, how: dict[str, Any]) -> Config:
+    """A cell's configuration with where and with what to compute it."""
+    run = dataclasses.replace(config.run, **{key: value for key, value in how.items() if key != "data_dir"})
+    return dataclasses.replace(
+        config, run=run, data=dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
+    )
+
+
+def attempt(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console) -> None:
+    """Run cells; that one diverged is a result, too, which its record keeps."""
+    from perfed.federation import Diverged
+
+    try:
+        run(some, configs, how, console)
+    except Diverged as problem:
+        console.print(f"{problem}", highlight=False, markup=False)
+        for one in some:
+            if one.folder in problem.runs:
+                said = {"diverged": problem.runs[one.folder]}
+                files.write_json(one.record, files.read_json(one.record) | said)
+
+
 def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console) -> None:
     """Run cells to their end, from their checkpoints where they have one."""
-    from perfed.experiment import check_same, create, prepare, read_config, train_together
+    from perfed.experiment import prepare, reopen, train_together
     from perfed.tables.joining import old_hands, welcome
 
     experiments = []
     for one, config in zip(some, configs, strict=True):
         check_settings(one, config)
-        _write_record(one, config)
-        begun = (one.folder / "config.toml").exists()
-        if begun:
-            config = read_config(one.folder)
-        else:
-            asked = {key: value for key, value in how.items() if key != "data_dir"}
-            data = dataclasses.replace(config.data, dir=how.get("data_dir") or config.data.dir)
-            config = dataclasses.replace(config, run=dataclasses.replace(config.run, **asked), data=data)
-        experiment = prepare(config)
-        if one.first:
-            experiment = old_hands(experiment, one.first)
-        if begun:
-            check_same(experiment, one.folder, lambda text: console.print(text, highlight=False))
-        else:
-            create(experiment, one.folder)
-        experiments.append(experiment)
+        those = functools.partial(old_hands, share=one.first) if one.first else None
+        _keep_settings(one, config)
+        experiments.append(reopen(_asked(config, how), one.folder, console, those))
+        _sign(one, experiments[-1].device)
     train_together(experiments, [one.folder for one in some], console)
     for one, experiment in zip(some, experiments, strict=True):
         if one.first:
@@ -149,7 +155,10 @@ def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: C
 
 
 def check_settings(one: Cell, config: Config) -> None:
-    """Refuse a cell that was begun with other settings; settings that perfed did not have then do not matter."""
+    """Refuse a cell that was begun with other settings.
+
+    Settings that perfed did not have then do not matter, nor do those that no result depends on.
+    """
     if not one.record.exists():
         return
     was, now = (tomllib.loads(text) for text in (files.read_json(one.record)["config"], to_toml(config)))
@@ -157,31 +166,22 @@ def check_settings(one: Cell, config: Config) -> None:
         if not isinstance(table, dict):
             same = was.get(name) == table
         else:
-            before = was.get(name, {})
+            before = {key: v for key, v in was.get(name, {}).items() if name != "run" or key not in NEUTRAL}
             same = all(before[key] == value for key, value in table.items() if key in before)
         if not same:
             raise Problem(f"'{one.folder}' was run with other settings ({name}): choose another --out, or remove it")
 
 
-def _write_record(one: Cell, config: Config) -> None:
-    from perfed.engines.workers import cores
-
+def _keep_settings(one: Cell, config: Config) -> None:
+    """Write what was asked for, before anything is run."""
     if not one.record.exists():
         one.folder.parent.mkdir(parents=True, exist_ok=True)
-        about = {"version": __version__, "commit": commit(), "cores": cores()}
-        files.write_json(one.record, {"config": to_toml(config), **about})
+        files.write_json(one.record, {"config": to_toml(config)})
 
 
-def commit() -> str:
-    """The commit of this checkout, with a + where files differ from it; empty for an installed package."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        try:
-            done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, check=False)
-        except OSError:
-            return ""
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    found = git("rev-parse", "--short", "HEAD")
-    return found + ("+" if found and git("status", "--porcelain", "--untracked-files=no", "--", "../..") else "")
+def _sign(one: Cell, device: str) -> None:
+    """Write with which sources and on what a cell is run; one that goes on elsewhere names both places."""
+    was = files.read_json(one.record)
+    for key, value in {"version": __version__, "commit": commit(), "device": hardware(device)}.items():
+        was[key] = "; ".join(dict.fromkeys(filter(None, [*was.get(key, "").split("; "), value])))
+    files.write_json(one.record, was)

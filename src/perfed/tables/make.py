@@ -10,10 +10,8 @@ from rich.console import Console
 from perfed import files
 from perfed.report.table_text import report
 from perfed.tables.cells import carry_out
-from perfed.tables.protocol import Protocol, folder
+from perfed.tables.protocol import RESULTS, Protocol, folder
 from perfed.tables.result import Line, agreement, from_csv, lines, to_csv
-
-RESULTS = "results"  # beside the TOML files: tables that were run and kept
 
 
 def file_name(protocol: Protocol) -> str:

@@ -17,9 +17,15 @@ from perfed.core.errors import Problem, nearest
 
 HERE = Path(__file__).resolve()
 PLACES = (HERE.parents[1] / "bench", HERE.parents[3] / "bench")  # an installed package's, a checkout's
+RESULTS = "results"  # beside the TOML files: what was run and kept
 KINDS = ("accuracy", "rounds", "gain")  # what a cell of the table says
 RULES = ("max", "val", "last10", "last")  # see `scores.py`
 _PARTS = (*SECTIONS, "train")
+# Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it: a table
+# with other ones is the same table, among the same cells. Not here: eval_every (rules choose among evaluations),
+# precision and tf32 (numbers are rounded elsewhere).
+NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
+NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores"}
 _COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
 _ROW = {"method", "title", "settings", "run", "grid", "model", "cell", "paper", "std", "plain", "at", "note", "watch"}
 _FILE = {"title", "paper", "kind", "rule", "metric", "seeds", "own", "target", "runs", "show", "figures", "notes"}
@@ -105,7 +111,7 @@ class Protocol:
         raw: dict[str, Any] = {part: dict(one.parts.get(part, {})) for part in _PARTS}
         over = self.change.get("settings", {}).get(how.name, {})
         raw["methods"] = [how.method]
-        raw["run"] |= {**how.run, **self.change.get("run", {}), "seed": seed, "baseline": False, "save_models": "none"}
+        raw["run"] |= {"save_models": "none", **how.run, **self.change.get("run", {}), "seed": seed, "baseline": False}
         raw["method"] = {how.method: {**how.settings, **how.at.get(column, {}), **over}}
         made = from_dict(raw)
         datasets.check(dataclasses.replace(made.data, dir=None))
@@ -220,7 +226,10 @@ def chosen(protocol: Protocol, columns: list[str], rows: list[str], seeds: int |
 
 
 def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
-    """The same table with other settings in every column (`section.key=value`), or as its file says under `quick`."""
+    """The same table with other settings in every column (`section.key=value`), or as its file says under `quick`.
+
+    It is called reduced where a setting differs that results depend on.
+    """
     change: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
     if quick:
@@ -238,13 +247,16 @@ def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
         assign(change, text)
     _known(change, set(_PARTS), "--set of a table")
     over = lambda one: {part: one.parts.get(part, {}) | change.get(part, {}) for part in _PARTS}
+    neutral = lambda part, key: part == "run" and key in NEUTRAL
+    said = [
+        f"{p}.{key} = {value}" for p, table in change.items() for key, value in table.items() if not neutral(p, key)
+    ]
+    said += [f"{row}.{key} = {value}" for row, table in settings.items() for key, value in table.items()]
     columns = {}
     for name, one in protocol.columns.items():
         parts = over(one)
-        said = f"{parts['data'].get('name', 'digits')}, {parts['data'].get('clients', 20)} clients"
-        title = f"REDUCED to {said}: {one.title}" if change else one.title
+        about = f"{parts['data'].get('name', 'digits')}, {parts['data'].get('clients', 20)} clients"
+        title = f"REDUCED to {about}: {one.title}" if said else one.title
         columns[name] = dataclasses.replace(one, parts=parts, title=title)
-    said = [f"{part}.{key} = {value}" for part, table in change.items() for key, value in table.items()]
-    said += [f"{row}.{key} = {value}" for row, table in settings.items() for key, value in table.items()]
     rest = {"run": change.get("run", {}), "settings": settings}
     return dataclasses.replace(protocol, columns=columns, changed=tuple(said), change=rest)

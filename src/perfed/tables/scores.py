@@ -60,7 +60,7 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         curve = metrics.curves(run, cell.method, model, until)
         spent = [int(sent[rounds == r][0]) for r in curve.rounds]
     environment, asked = files.read_json(cell.folder / "env.json"), files.read_json(cell.record)
-    machine = f"{environment['device']} with {asked['cores']} cores, engine {environment['engine']}"
+    machine = f"{asked.get('device') or environment['device']}, engine {environment['engine']}"
     n = np.where(np.isnan(curve.test), 0, curve.samples)
     plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
     chosen = {rule: picked(curve, rule) for rule in RULES}

@@ -31,7 +31,7 @@ def alphas(cell: Cell) -> None:
     engine = make_engine(experiment.engine, method, experiment.clients, experiment.config.run)
     try:
         federation, everybody, seen = Federation(engine), list(range(len(experiment.clients))), []
-        for _ in range(experiment.config.run.rounds):
+        for _ in range(files.read_json(cell.folder / cell.method / "result.json")["rounds"]):
             federation.step()
             states = torch.stack([convex(federation.state(i), method.simplex).mean(1) for i in everybody])
             seen.append([[round(a, 4) for a in row] for row in states.tolist()])

@@ -1,0 +1,118 @@
+"""Runs that end before their last round: by run.patience, or because they diverged, alone and in a batch."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+import perfed
+from perfed import api
+from perfed.config import from_dict
+from perfed.core.errors import Problem
+from perfed.experiment import reopen, train_together
+from perfed.federation import Diverged, Federation
+
+SMALL = {"clients": 4, "epochs": 1, "hidden": 8, "baseline": False}
+STILL = 1e-12  # a learning rate at which nothing is learned: no evaluation is better than the first
+
+
+def logged(folder, method="fedavg"):
+    return [json.loads(line) for line in (folder / method / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "workers"])
+def test_a_run_stops_where_nothing_gets_better(tmp_path, engine):
+    """Evaluated in rounds 2, 4, 6: the first is the best, and 3 rounds of patience are over in round 6."""
+    how = {"engine": engine, "workers": 2, "lr": STILL, "rounds": 9, "eval_every": 2, "patience": 3}
+    run = perfed.run("fedavg", out=tmp_path / "run", **SMALL, **how)
+    lines = logged(run.path)
+    assert [line["round"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["stopped"].startswith("no better mean validation accuracy since round 2 (0.")
+    assert not any("stopped" in line for line in lines[:-1])
+    result = run.result("fedavg")
+    assert result["rounds"] == 6
+    assert result["best"] == {"round": 2, "validation": pytest.approx(lines[1]["validation"]["personal"])}
+    assert all(client.path.exists() for client in run.clients())
+    assert "up to 9 (patience 3) rounds" in (run.path / "report" / "summary.md").read_text()
+
+
+def test_a_run_that_gets_better_goes_on(tmp_path):
+    run = perfed.run("fedavg", out=tmp_path / "run", **SMALL, lr=0.05, rounds=5, patience=4, engine="sequential")
+    assert run.result("fedavg")["rounds"] == 5
+    assert "stopped" not in logged(run.path)[-1]
+
+
+def configs(rates, **run):
+    how = {"rounds": 6, "baseline": False, "engine": "vectorised", "save_models": "none", "fast": False, **run}
+    raw = {"methods": ["fedavg"], "data": {"clients": 4}, "model": {"hidden": 8}, "run": how}
+    return [from_dict({**raw, "train": {"epochs": 1, "lr": lr}}) for lr in rates]
+
+
+def trained(tmp_path, name, rates, **run):
+    console, places = Console(quiet=True), [tmp_path / f"{name}_{at}" for at in range(len(rates))]
+    train_together([reopen(c, p, console) for c, p in zip(configs(rates, **run), places, strict=True)], places, console)
+    return places
+
+
+def test_each_run_of_a_batch_stops_by_itself(tmp_path):
+    """The middle one stops first; all end as they do alone."""
+    rates = [0.02, STILL, 0.05]
+    places = trained(tmp_path, "batch", rates, patience=3)
+    for at, (place, lr) in enumerate(zip(places, rates, strict=True)):
+        (alone,) = trained(tmp_path, f"alone{at}", [lr], patience=3, engine="sequential")
+        mine, other = (json.loads((p / "fedavg" / "result.json").read_text()) for p in (place, alone))
+        assert (mine["rounds"], mine["best"]["round"]) == (other["rounds"], other["best"]["round"])
+        assert [line["cohort"] for line in logged(place)] == [line["cohort"] for line in logged(alone)]
+        for one, two in zip(mine["clients"], other["clients"], strict=True):
+            assert one["personal"]["test"]["loss"] == pytest.approx(two["personal"]["test"]["loss"], rel=1e-4)
+    assert [len(logged(place)) for place in places] == [6, 4, 6]
+
+
+def test_a_diverged_run_leaves_the_others_alone(tmp_path, monkeypatch):
+    """The first of three has numbers that are not finite in its second round; the others end as without it."""
+    look = Federation.check
+
+    def check(self):
+        if self.method.lr == 0.5 and self.round == 2:
+            raise Diverged("training diverged")
+        look(self)
+
+    monkeypatch.setattr(Federation, "check", check)
+    with pytest.raises(Diverged, match="training diverged") as found:
+        trained(tmp_path, "batch", [0.5, 0.02, 0.05], rounds=3)
+    assert list(found.value.runs) == [tmp_path / "batch_0"]
+    assert not (tmp_path / "batch_0/fedavg/result.json").exists()
+    for at, lr in ((1, 0.02), (2, 0.05)):
+        (alone,) = trained(tmp_path, f"alone{at}", [lr], rounds=3)
+        mine, other = (json.loads((p / "fedavg/result.json").read_text()) for p in (tmp_path / f"batch_{at}", alone))
+        assert mine["clients"][0]["personal"]["test"]["loss"] == pytest.approx(
+            other["clients"][0]["personal"]["test"]["loss"], rel=1e-4
+        )
+
+
+def test_a_run_that_was_interrupted_stops_in_the_same_round(tmp_path, monkeypatch):
+    """The best round so far is read back from the log."""
+    how = {"lr": STILL, "rounds": 9, "patience": 4, "checkpoint_every": 1, "engine": "sequential"}
+    whole = perfed.run("fedavg", out=tmp_path / "whole", **SMALL, **how)
+    step = Federation.step
+
+    def stop(self, *given):
+        if self.round == 3:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Federation, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            perfed.run("fedavg", out=tmp_path / "stopped", **SMALL, **how)
+    again = api.resume(tmp_path / "stopped", Console(quiet=True))
+    assert again.result("fedavg") == whole.result("fedavg")
+    assert logged(again.path) == logged(whole.path)
+    assert len(logged(again.path)) == 5
+
+
+def test_patience_needs_validation_samples():
+    with pytest.raises(Problem, match=r"run\.patience needs validation samples.*set data\.val above 0"):
+        perfed.run("fedavg", **SMALL, rounds=2, patience=1, val=0.0)
+    with pytest.raises(Problem, match="patience"):
+        perfed.run("fedavg", **SMALL, rounds=2, patience=-1)
