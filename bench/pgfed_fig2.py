@@ -1,0 +1,222 @@
+"""PGFed, Figure 2: a few exact gradient steps from FedAvg's model, on a client's own risk and on everybody's.
+
+    perfed table pgfed-1 --column c10-100 --methods fedavg --seeds 1 --data-dir DIR
+    python bench/pgfed_fig2.py runs/tables/pgfed-1/c10-100/fedavg/seed_0
+    python bench/pgfed_fig2.py --quick           # trains FedAvg on digits first; seconds on two cores
+
+Every client starts from the global model and takes S steps along the full gradient of
+
+    implicit    f_i
+    explicit    f_i + mu / (N - 1) * (sum of f_j over j != i)          (Eq. 4 of the paper)
+
+where f_j is the mean loss over client j's training samples. No federated method takes the second kind of step: each
+needs the gradients of all clients at one client's model. The paper does not print lr and mu: here they are chosen for
+each objective by the mean validation accuracy after the last step, and all that was tried is in the CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import io
+import itertools
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from perfed import __version__, files
+from perfed.core.clients import Split
+from perfed.core.errors import Problem
+from perfed.core.model import Model
+from perfed.experiment import SERVER, Experiment, check_same, prepare, read_config
+from perfed.provenance import commit, hardware
+from perfed.report.picture import COLOURS
+from perfed.report.table_figures import save
+from perfed.tables import protocol
+from perfed.tables.cells import Cell, run
+
+METHOD = "fedavg"
+PAPER = {"implicit": 5.40, "explicit": 7.73}  # points of mean gain after six steps, CIFAR10, 100 clients
+LABEL = {"implicit": "own risk alone", "explicit": "own and others' risks"}
+AT_ONCE = 4096  # samples in one pass
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    numbers = lambda text: [float(one) for one in text.split(",")]
+    say = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    say.add_argument("run", nargs="?", type=Path, help="folder of a finished run of FedAvg")
+    say.add_argument("--quick", action="store_true", help="train one on digits and use that; labelled REDUCED")
+    say.add_argument("--steps", type=int, default=6)
+    say.add_argument("--lr", type=numbers, default=[1.0, 0.3, 0.1, 0.03], help="values to try: 0.3,0.1")
+    say.add_argument("--mu", type=numbers, default=[1.0, 0.3, 0.1], help="values to try, of the explicit objective")
+    say.add_argument("--device", default="auto")
+    say.add_argument("--out", type=Path, default=Path("runs/tables"))
+    asked = say.parse_args(words)
+    if asked.quick == (asked.run is not None):
+        raise Problem("name the folder of a finished run of FedAvg, or say --quick")
+    with tempfile.TemporaryDirectory() as place:
+        folder = reduced(Path(place) / "run") if asked.quick else asked.run
+        experiment, start = opened(folder, asked.device)
+        tried = list(study(experiment, start, asked.steps, asked.lr, asked.mu))
+    told = " ".join("RUN" if word == str(asked.run) else word for word in words)
+    about = {"command": "python bench/pgfed_fig2.py " + re.sub(r" ?--(out|device)[ =]\S+", "", told).strip()}
+    for path in write(asked.out, experiment, tried, about, asked.quick):
+        sys.stdout.write(f"written  {path}\n")
+
+
+def reduced(folder: Path) -> Path:
+    """FedAvg as in the reduced version of Table 1."""
+    made = protocol.reduced(protocol.find("pgfed-1"), [], quick=True)
+    run([Cell("", METHOD, 0, METHOD, folder)], [made.config("c10-25", METHOD, 0)], {}, Console(quiet=True))
+    return folder
+
+
+def opened(folder: Path, device: str) -> tuple[Experiment, Tensor]:
+    """A finished run: its clients and its network, and the model that FedAvg's server ended with."""
+    config = read_config(folder)
+    entries = {entry.name: entry for entry in config.entries()}
+    if METHOD not in entries or not (folder / METHOD / SERVER).exists():
+        raise Problem(f"'{folder}' has no finished {METHOD}")
+    elsewhere = dataclasses.replace(config.run, device=device, engine="auto")
+    experiment = prepare(dataclasses.replace(config, run=elsewhere))
+    check_same(experiment, folder, lambda text: sys.stderr.write(f"{text}\n"))
+    if not len(experiment.clients.val.y):
+        raise Problem("lr and mu are chosen on validation samples, and no client has one: set data.val above 0")
+    return experiment, files.load_tree(folder / METHOD / SERVER).to(experiment.device)
+
+
+def gradient(model: Model, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Of the sum of weight * loss over samples; in eval mode, because a full gradient knows no batches."""
+    total = torch.zeros_like(theta)
+    for some in torch.arange(len(y), device=y.device).split(AT_ONCE):
+        here = theta.detach().requires_grad_()
+        loss = cross_entropy(model.apply(here, x[some])[0], y[some], reduction="none")
+        total += torch.autograd.grad((loss * weight[some]).sum(), here)[0]
+    return total * model.weights.mask
+
+
+def weights(train: Split, client: int, mu: float) -> Tensor:
+    """What a sample counts in a client's objective: 1 / n_i its own, mu / (N - 1) / n_j those of client j."""
+    each = torch.full((len(train.size),), mu / max(len(train.size) - 1, 1), dtype=torch.float64, device=train.y.device)
+    each[client] = 1.0
+    sizes = train.sizes
+    return (each / sizes.clamp(min=1)).repeat_interleave(sizes)
+
+
+def accuracy(experiment: Experiment, model: Model, theta: Tensor, split: Split, client: int) -> float:
+    """A client's accuracy on its own samples; NaN where it has none."""
+    mine = slice(split.start[client], split.start[client] + split.size[client])
+    x, y = experiment.clients.ready(split.x[mine], theta.dtype), split.y[mine]
+    with torch.no_grad():
+        return (model.apply(theta, x)[0].argmax(1) == y).double().mean().item()
+
+
+def walk(experiment: Experiment, model: Model, start: Tensor, steps: int, lr: float, mu: float) -> np.ndarray:
+    """Accuracy on [validation, test] samples before the first step and after each: [2, steps + 1, clients]."""
+    clients, found = experiment.clients, np.full((2, steps + 1, len(experiment.clients)), np.nan)
+    x = clients.ready(clients.train.x, start.dtype)
+    for client in range(len(clients)):
+        weight, theta = weights(clients.train, client, mu), start
+        used = weight.nonzero()[:, 0]
+        mine = x[used], clients.train.y[used], weight[used].to(start.dtype)
+        for step in range(steps + 1):
+            if step:
+                theta = theta - lr * gradient(model, theta, *mine)
+            for at, split in enumerate((clients.val, clients.test)):
+                found[at, step, client] = accuracy(experiment, model, theta, split, client)
+    return found
+
+
+def study(experiment: Experiment, start: Tensor, steps: int, rates: list[float], mus: list[float]) -> Any:
+    """Both objectives with all their settings, each with every client's accuracies."""
+    (entry,) = [one for one in experiment.config.entries() if one.name == METHOD]
+    model = experiment.method(entry).model
+    for objective, lr, mu in [("implicit", lr, 0.0) for lr in rates] + [
+        ("explicit", lr, mu) for lr, mu in itertools.product(rates, mus)
+    ]:
+        val, test = walk(experiment, model, start, steps, lr, mu)
+        gain = 100 * (test - test[0])
+        sys.stdout.write(
+            f"{objective}  lr {lr:g}  mu {mu:g}  validation {100 * np.nanmean(val[-1]):.2f}  "
+            f"test {100 * np.nanmean(test[-1]):.2f}  gain {np.nanmean(gain[-1]):+.2f}\n"
+        )
+        yield {"objective": objective, "lr": lr, "mu": mu, "val": val, "test": test, "gain": gain}
+
+
+def chosen(tried: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings of each objective with the best mean validation accuracy after the last step."""
+    best = lambda name: max(
+        (one for one in tried if one["objective"] == name), key=lambda one: np.nanmean(one["val"][-1])
+    )
+    return {name: best(name) for name in LABEL}
+
+
+def write(out: Path, experiment: Experiment, tried: list[dict[str, Any]], about: dict[str, str], quick: bool) -> Any:
+    """CSV of all steps, JSON of what was chosen, and the figure."""
+    out.mkdir(parents=True, exist_ok=True)
+    base, picked = out / ("pgfed-fig2-reduced" if quick else "pgfed-fig2"), chosen(tried)
+    text = io.StringIO()
+    rows = csv.writer(text)
+    rows.writerow(["objective", "lr", "mu", "chosen", "step", "validation", "test", "gain"])
+    for one in tried:
+        mine = [one["objective"], one["lr"], one["mu"], one is picked[one["objective"]]]
+        for step in range(len(one["test"])):
+            numbers = [100 * np.nanmean(one[split][step]) for split in ("val", "test")]
+            rows.writerow([*mine, step, *(f"{n:.4f}" for n in numbers), f"{np.nanmean(one['gain'][step]):.4f}"])
+    files.write(base.with_suffix(".csv"), text.getvalue())
+    config, clients = experiment.config, experiment.clients
+    about |= {"data": config.data.name, "clients": len(clients), "rounds": config.run.rounds, "seed": config.run.seed}
+    about |= {"label": "REDUCED" if quick else "", "version": __version__, "commit": commit()}
+    about |= {"device": hardware(experiment.device), "torch": torch.__version__}
+    plain = lambda values: [None if np.isnan(v) else round(float(v), 4) for v in values]
+    about["objectives"] = [
+        {"objective": name, "lr": one["lr"], "mu": one["mu"], "paper": PAPER[name]}
+        | {"gain": round(float(np.nanmean(one["gain"][-1])), 4), "clients": plain(one["gain"][-1])}
+        for name, one in picked.items()
+    ]
+    files.write_json(base.with_suffix(".json"), about)
+    head = f"PGFed, Figure 2: {config.data.name}, {len(clients)} clients, from FedAvg after {config.run.rounds} rounds"
+    figure = draw(picked, ("REDUCED: " if quick else "") + head)
+    return [base.with_suffix(".csv"), base.with_suffix(".json"), save(figure, base.with_suffix(".png"))]
+
+
+def draw(picked: dict[str, dict[str, Any]], head: str) -> Figure:
+    """(a) mean accuracy after every step, (b) how many clients gained how much."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    figure.suptitle(head, fontsize=10)
+    left, right = figure.subplots(1, 2)
+    gains = [one["gain"][-1][~np.isnan(one["gain"][-1])] for one in picked.values()]
+    edges = np.histogram_bin_edges(np.concatenate(gains), bins=20)
+    for at, ((name, one), gain) in enumerate(zip(picked.items(), gains, strict=True)):
+        settings = f"lr {one['lr']:g}" + (f", mu {one['mu']:g}" if one["mu"] else "")
+        colour = COLOURS[1 + at]
+        mean = 100 * np.nanmean(one["test"], axis=1)
+        left.plot(mean, marker="o", color=colour, label=f"{name}: {LABEL[name]} ({settings})")
+        right.axvline(gain.mean(), color=colour, linestyle="--")
+    said = [f"{name}: mean {gain.mean():+.2f}" for name, gain in zip(picked, gains, strict=True)]
+    right.hist(gains, edges, color=COLOURS[1 : 1 + len(gains)], label=said)
+    left.set(xlabel="gradient step", ylabel="mean test accuracy of own models (%)", xticks=range(len(mean)))
+    right.set(xlabel="gain of a client over the global model (points)", ylabel="clients")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Problem as problem:
+        sys.stderr.write(f"{problem}\n")
+        sys.exit(2)

@@ -1,0 +1,78 @@
+"""The script of PGFed's Figure 2: its objective against the formula, and a small run from end to end."""
+
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import perfed
+from perfed.core.errors import Problem
+
+SPEC = importlib.util.spec_from_file_location("pgfed_fig2", Path(__file__).parents[1] / "bench" / "pgfed_fig2.py")
+script = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figure") / "run"
+    how = {"clients": 4, "rounds": 2, "epochs": 1, "hidden": 8, "engine": "sequential", "baseline": False}
+    perfed.run("fedavg", out=folder, precision="float64", **how)
+    return folder
+
+
+def test_a_step_follows_the_formula(finished):
+    """theta - lr * grad(f_i + mu / (N - 1) * sum of f_j over j != i), with f_j a client's mean loss."""
+    experiment, start = script.opened(finished, "cpu")
+    clients, lr, mu, i = experiment.clients, 0.2, 0.7, 2
+    model = experiment.method(experiment.config.entries()[0]).model
+    theta = start.clone().requires_grad_()
+    ends = np.cumsum((0, *clients.train.size))
+    x = clients.ready(clients.train.x, theta.dtype)
+    f = [cross_entropy(model.apply(theta, x[a:b])[0], clients.train.y[a:b]) for a, b in itertools.pairwise(ends)]
+    objective = f[i] + mu / 3 * sum(f[j] for j in range(4) if j != i)
+    expected = start - lr * torch.autograd.grad(objective, theta)[0]
+    found = start - lr * script.gradient(model, start, x, clients.train.y, script.weights(clients.train, i, mu))
+    assert (found - expected).abs().max() < 1e-12
+    assert (found - start).abs().max() > 1e-4
+
+    val, test = script.walk(experiment, model, start, 1, lr, mu)
+    mine = slice(clients.test.start[i], clients.test.start[i] + clients.test.size[i])
+    right = model.apply(expected, clients.ready(clients.test.x[mine], theta.dtype))[0].argmax(1) == clients.test.y[mine]
+    assert test[1, i] == pytest.approx(right.double().mean().item())
+    assert val.shape == test.shape == (2, 4)
+
+
+def test_settings_are_chosen_on_validation_samples():
+    one = lambda name, lr, val, test: {"objective": name, "lr": lr, "val": np.array([[0.0], [val]]), "test": test}
+    tried = [one("implicit", 1, 0.2, 0.9), one("implicit", 2, 0.3, 0.1), one("explicit", 3, 0.1, 0.5)]
+    assert {name: best["lr"] for name, best in script.chosen(tried).items()} == {"implicit": 2, "explicit": 3}
+
+
+def test_from_a_finished_run_to_a_figure(finished, tmp_path, capsys):
+    words = [str(finished), "--steps", "2", "--lr", "0.1,0.01", "--mu", "0.5", "--out", str(tmp_path / "new")]
+    script.main(words)
+    assert capsys.readouterr().out.count("written") == 3
+    about = json.loads((tmp_path / "new/pgfed-fig2.json").read_text())
+    assert about["command"] == "python bench/pgfed_fig2.py RUN --steps 2 --lr 0.1,0.01 --mu 0.5"
+    assert [one["paper"] for one in about["objectives"]] == [5.4, 7.73]
+    lines = (tmp_path / "new/pgfed-fig2.csv").read_text().splitlines()
+    assert len(lines) == 1 + 4 * 3  # two rates for each objective, three points each
+    for one in about["objectives"]:
+        assert np.mean([gain for gain in one["clients"] if gain is not None]) == pytest.approx(one["gain"], abs=1e-3)
+        (last,) = [l for l in lines if l.startswith(f"{one['objective']},{one['lr']},{one['mu']},True,2,")]
+        assert float(last.rpartition(",")[2]) == one["gain"]
+    assert all((tmp_path / f"new/pgfed-fig2.{kind}").stat().st_size > 5000 for kind in ("png", "svg"))
+
+
+def test_what_it_cannot_use(tmp_path):
+    with pytest.raises(Problem, match="name the folder of a finished run of FedAvg, or say --quick"):
+        script.main([])
+    run = perfed.run("local", out=tmp_path / "run", clients=3, rounds=1, epochs=1, hidden=8, engine="sequential")
+    with pytest.raises(Problem, match="has no finished fedavg"):
+        script.main([str(run.path)])
