@@ -144,12 +144,12 @@ def _interruptible(resume: Callable[[], Path | None]) -> Iterator[None]:
 
 def _ending(console: Console, run: Any, json_wanted: bool) -> None:
     """The table, and where to find things."""
-    from perfed.report.tables import HEADINGS, ON_TERMINAL, between_servers, lines, rich_table
+    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, remarks, rich_table
 
     one = run.clients()[0]
     console.print()
     console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
-    for line in between_servers(run.summary()):
+    for line in remarks(run.summary()):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\nreport   {run.path / 'report'}")
     many = len(run.about["clients"])
@@ -247,21 +247,22 @@ def compare(
 
 def _compared(folder: Path, console: Console, json_wanted: bool, more: bool = False) -> None:
     from perfed.compare import HEADINGS, carry_out, lines
-    from perfed.report.tables import between_servers, rich_table
+    from perfed.report.tables import remarks, rich_table
 
     result = carry_out(folder, console)
     talk = _console(json_wanted)
     talk.print()
     talk.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
-    for line in between_servers(result["methods"]):
+    for line in remarks(result["methods"]):
         talk.print(line, highlight=False, soft_wrap=True)
     if more:
         from perfed import metrics
         from perfed.results import Run
 
         result["metrics"] = metrics.of_runs([Run(place) for place in result["methods"][0]["runs"]])
-        talk.print()
-        talk.print(rich_table(*metrics.as_lines(result["metrics"])), soft_wrap=False)
+        for one in metrics.as_tables(result["metrics"]):
+            talk.print()
+            talk.print(rich_table(*one), soft_wrap=False)
     talk.print(f"\nreport   {folder / 'compare.md'}")
     if json_wanted:
         _print_json(result)
@@ -282,31 +283,30 @@ def table(
         "runs/tables"
     ),
     data_dir: Annotated[str | None, typer.Option(help="Folder with data files.")] = None,
-    engine: Annotated[str, typer.Option(help="How a round is computed.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the steps of 'vectorised'.")] = False,
+    engine: Annotated[str | None, typer.Option(help="How a round is computed.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the steps of 'vectorised'.")] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """A published table again: run what is missing, then the paper's numbers and these side by side."""
     from perfed.tables import protocol
 
-    listed = lambda words: [one for word in words or [] for one in word.split(",") if one]
     made = protocol.reduced(protocol.find(name), sets or [], quick)
-    made = protocol.chosen(made, listed(column), listed(methods), seeds)
+    made = protocol.chosen(made, _listed(column), _listed(methods), seeds)
     for place in made.columns:  # what is wrong is found before anything is run
         for row in made.rows:
             made.config(place, row, 0)
     from perfed.report.table_text import cells, headings, orders
     from perfed.report.tables import rich_table
     from perfed.tables.make import make
+    from perfed.tables.tuned import chosen_on
 
-    told = " ".join(["perfed", *sys.argv[1:]])  # where data and runs are on this machine is nobody else's business
-    command = re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
     console = _console(json, quiet)
-    how = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
+    asked = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
+    how = {key: value for key, value in asked.items() if value is not None}
     with _interruptible(lambda: None):
-        lines, written = make(made, out, console, only_report=only_report, command=command, how=how)
+        lines, written = make(made, out, console, only_report=only_report, command=_command(), how=how)
     talk = _console(json)
     if not talk.is_terminal:
         talk.width = 200
@@ -314,7 +314,7 @@ def table(
     for place in made.columns:
         talk.print(f"\n{made.columns[place].title}", markup=False)
         talk.print(rich_table(headings(made), cells(made, lines, place)), soft_wrap=False)
-    for line in ["", *orders(made, lines), *(f"written  {path}" for path in written)]:
+    for line in ["", *orders(made, lines), *chosen_on(made), *(f"written  {path}" for path in written)]:
         talk.print(line, markup=False)
     if json:
         _print_json({"table": made.name, "label": made.label, "lines": lines, "files": list(map(str, written))})
@@ -327,6 +327,7 @@ def tune(
     grid: Annotated[list[str] | None, typer.Option(help="Values to try: lr=0.1,0.01; once for each setting.")] = None,
     table: Annotated[str | None, typer.Option(help="Take settings and grid from this table (METHOD is a row).")] = None,
     column: Annotated[str | None, typer.Option(help="The column of that table.")] = None,
+    rows: Annotated[list[str] | None, typer.Option(help="Rows of that table, one after another: a,b.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="That table's reduced version.")] = False,
     seeds: Annotated[int, typer.Option(help="Seeds of every trial.", min=1, max=1000)] = 1,
     trials: Annotated[int | None, typer.Option(help="Search with Optuna, so many trials.", min=1)] = None,
@@ -341,40 +342,67 @@ def tune(
     settings: dict[str, Any],
 ) -> None:
     """Choose a method's settings on validation samples: every combination of --grid, or of a table's own grid."""
-    names = [word for word in methods or [] if not word.startswith("-")][:1] or [""]
-    if not names[0]:
-        raise Problem("name the method to tune: perfed tune pgfed --grid lr=0.1,0.01")
-    how: dict[str, Any] = {}
-    made = None
+    names, extra = _split(methods or [])
+    names += _listed(rows)
+    if not names or (rows and table is None):
+        raise Problem("name the method to tune (perfed tune pgfed --grid lr=0.1,0.01), or --rows of a --table")
     if table is None:
         made = _configure(methods, config, sets, settings, apart="grid")
         if len(made.methods) != 1:
             raise Problem(f"perfed tune takes one method, not {', '.join(made.methods)}")
+        from perfed import tune as tuning
+
+        values = (read_toml(config).get("grid", {}) if config else {}) | tuning.read_grid(grid or [])
+        tasks, how = [tuning.for_run(made, values, out)], {}
     else:
         how = {key: settings.pop(key) for key in ("data_dir", "engine", "device") if key in settings}
+        rounds = settings.pop("rounds", None)
         if column is None:
             raise Problem("--table needs --column: settings are chosen column by column")
-        if settings or config:
+        if settings or config or extra:
             raise Problem("with --table the settings are the table's: change them with --set section.key=value")
-    from perfed import tune as tuning
+        from perfed import tune as tuning
+        from perfed.tables import protocol
 
-    if made is not None:
-        (entry,) = made.entries()
-        values = (read_toml(config).get("grid", {}) if config else {}) | tuning.read_grid(grid or [])
-        values, configure = tuning.check_grid(values, entry), tuning.for_run(made, entry)
-    else:
-        entry, values, configure = tuning.for_table(str(table), str(column), names[0], sets or [], quick, grid or [])
+        made = protocol.reduced(protocol.find(table), sets or [], quick)
+        shorter = [] if rounds is None else [f"run.rounds={rounds}"]
+        trial = protocol.reduced(protocol.find(table), [*(sets or []), *shorter], quick)
+        tasks = [tuning.for_table(made, trial, column, row, grid or [], out) for row in dict.fromkeys(names)]
+    console, talk, found, problems = _console(json, quiet), _console(json), {}, []
     with _interruptible(lambda: None):
-        found = tuning.tune(entry, values, configure, out, _console(json, quiet), seeds=seeds, trials=trials, how=how)
-    best, talk = found["best"], _console(json)
-    found["use"] = tuning.line_to_use(entry.name, best["settings"], table or "", names[0], column or "")
+        for task in tasks:
+            try:
+                one = tuning.tune(task, console, seeds=seeds, trials=trials, how=how, command=_command())
+            except Problem as problem:  # what is wrong with one row is said after the others
+                problems.append(problem)
+                continue
+            found[task.name] = one
+            _tuned(talk, one)
+    if problems:
+        raise problems[0]
+    if json:
+        _print_json(found[tasks[0].name] if len(tasks) == 1 else {"rows": found})
+
+
+def _tuned(talk: Console, found: dict[str, Any]) -> None:
+    """What was tried, best first, and how to use it."""
     for one in sorted(found["tried"], key=lambda one: -(one["validation"] or 0)):
         score = "failed" if one["validation"] is None else f"{one['validation']:.4f}"
         talk.print(f"{score}  " + "  ".join(f"{k} {v}" for k, v in one["settings"].items()), markup=False)
-    talk.print(f"\nbest validation accuracy {best['validation']:.4f} of {len(found['tried'])} tried", markup=False)
-    talk.print(f"use      {found['use']}\nwritten  {'  '.join(found['files'])}", markup=False)
-    if json:
-        _print_json(found)
+    best = found["best"]["validation"]
+    talk.print(f"\nbest validation accuracy {best:.4f} of {len(found['tried'])} tried", markup=False)
+    talk.print(f"use      {found['use']}\nwritten  {'  '.join(found['files'])}\n", markup=False)
+
+
+def _listed(words: list[str] | None) -> list[str]:
+    """`a,b` and `c` as a, b, c."""
+    return [one for word in words or [] for one in word.split(",") if one]
+
+
+def _command() -> str:
+    """What was typed; where data and runs are on this machine is nobody else's business."""
+    told = " ".join(["perfed", *sys.argv[1:]])
+    return re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
 
 
 @partitions.callback(invoke_without_command=True)

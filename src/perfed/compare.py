@@ -16,7 +16,8 @@ from perfed import files
 from perfed.config import Config, from_dict, new_folder, read_toml, to_toml
 from perfed.experiment import BASELINE
 from perfed.models import is_path
-from perfed.report.tables import between_servers, markdown, signed, size
+from perfed.report.folder import up_to
+from perfed.report.tables import markdown, remarks, signed, size
 from perfed.results import Run, compare
 
 PLAN = "compare.json"
@@ -73,7 +74,7 @@ def carry_out(folder: Path, console: Console) -> dict[str, Any]:
     result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
     files.write_json(folder / "result.json", result)
     text = f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
-    text += "".join(f"\n{line}.\n" for line in between_servers(result["methods"]))
+    text += "".join(f"\n{line}.\n" for line in remarks(result["methods"]))
     files.write(folder / "compare.md", text)
     return result
 
@@ -88,7 +89,7 @@ def _batched(config: Config) -> bool:
 def _about(config: Config, runs: list[Run]) -> str:
     seeds = ", ".join(str(run.config.run.seed) for run in runs)
     return (
-        f"{config.data.name}, {len(runs[0].about['clients'])} clients, {config.run.rounds} rounds, seeds {seeds}. "
+        f"{config.data.name}, {len(runs[0].about['clients'])} clients, {up_to(config.run)} rounds, seeds {seeds}. "
         "Mean and deviation over seeds of the clients' mean test accuracy; gain, better, worse and p (Wilcoxon "
         "signed-rank) over all clients of all seeds, each against Local with the same client and seed."
     )
@@ -108,6 +109,9 @@ def _one(runs: list[Run], method: str) -> dict[str, Any]:
     sent["extra"] = {name: mean(one[name] for one in extra) for name in extra[0]}
     seconds = round(sum(one["seconds"] for one in each), 3)
     about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
+    failed = [one["faults"] for one in each]
+    if all(failed):
+        about["faults"] = {key: sum(one[key] for one in failed) for key in failed[0]}
     return {**about, "seconds": seconds, "runs": [one["run"] for one in each]}
 
 

@@ -77,6 +77,11 @@ class RunConfig:
 
     rounds: int = hyper(25, "communication rounds", at_least=1, at_most=10_000_000)
     participation: float = hyper(1.0, "share of the clients that take part in a round", above=0, at_most=1)
+    dropout: float = hyper(0.0, "share of a round's clients that never answer", at_least=0, below=1)
+    stragglers: float = hyper(
+        0.0, "share of the others that finish only 1 to E of their E local epochs", at_least=0, at_most=1
+    )
+    straggler_work: Literal["use", "discard"] = hyper("use", "what becomes of the work of stragglers")
     seed: int = hyper(0, "seed of everything random", at_least=0, at_most=2**31)
     engine: Literal["auto", "sequential", "workers", "vectorised"] = hyper("auto", "how a round is computed")
     workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=4096)
@@ -87,6 +92,12 @@ class RunConfig:
     device: str = hyper("auto", "cpu, cuda, or auto: cuda where there is one")
     precision: Literal["float32", "float64"] = hyper("float32", "numbers that models are made of")
     eval_every: int = hyper(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
+    patience: int = hyper(
+        0, "stop after so many rounds without a better mean validation accuracy (0: never)", at_least=0
+    )
+    scores: Literal["last", "every", "none"] = hyper(
+        "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
+    )
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
     state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
     save_models: Literal["auto", "all", "none"] = hyper(

@@ -261,9 +261,9 @@ def check_pure(entry: Entry) -> None:
     make = maker(entry, "norm")
 
     class Guard(Sequential):
-        def train(self, round: int, exchange: int, ids: Any, states: Any, down: Down) -> Any:
+        def train(self, round: int, exchange: int, ids: Any, states: Any, down: Down, done: Any = None) -> Any:
             before = tree_map(torch.clone, (states, down.shared, down.own))
-            result = super().train(round, exchange, ids, states, down)
+            result = super().train(round, exchange, ids, states, down, done)
             assert difference((states, down.shared, down.own), before) == 0, "local changed its inputs in place"
             return result
 

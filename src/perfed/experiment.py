@@ -46,12 +46,14 @@ from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.datasets import load
 from perfed.engines import can_record, make_engine, pick_device, pick_engine
+from perfed.engines.base import Values
 from perfed.engines.vectorised import Together
-from perfed.federation import Federation, cohort_size, evaluate_together, step_together
+from perfed.faults import Faults, faults_of, refuse_pointless, tally
+from perfed.federation import Diverged, Federation, cohort_size, evaluate_together, step_together
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
 from perfed.observe.checkpoint import Checkpoints, restore
-from perfed.observe.metrics import MetricsLog, by_client
+from perfed.observe.metrics import ROUNDS, MetricsLog, by_client, mean_accuracy, read
 from perfed.observe.progress import ProgressLine
 from perfed.partition import scheme
 from perfed.states import States
@@ -101,6 +103,8 @@ def prepare(config: Config) -> Experiment:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
     clients = load_clients(config.data, config.run.seed)
+    if config.run.patience and not len(clients.val.y):
+        raise Problem("run.patience needs validation samples, and no client has one: set data.val above 0")
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
@@ -110,7 +114,7 @@ def prepare(config: Config) -> Experiment:
         refuse_mixing(network, clients)
     experiment = Experiment(config, clients.to(device), network, device, engine)
     for entry in config.entries():
-        experiment.method(entry)
+        refuse_pointless(faults_of(config.run), entry.name, experiment.method(entry).epochs)
     return experiment
 
 
@@ -135,6 +139,23 @@ def create(experiment: Experiment, out: Path | None) -> Path:
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
     files.write(folder / "config.toml", to_toml(_own_copies(dataclasses.replace(config, run=picked), folder)))
     return folder
+
+
+def reopen(
+    config: Config, folder: Path, console: Console, those: Callable[[Experiment], Experiment] | None = None
+) -> Experiment:
+    """The experiment of a run folder: a new one of this configuration, or as the folder says where it was begun.
+
+    `those` leaves out clients that do not train.
+    """
+    begun = (folder / "config.toml").exists()
+    experiment = prepare(read_config(folder) if begun else config)
+    experiment = those(experiment) if those else experiment
+    if begun:
+        check_same(experiment, folder, lambda text: console.print(text, highlight=False))
+    else:
+        create(experiment, folder)
+    return experiment
 
 
 def describe(clients: Clients) -> dict[str, Any]:
@@ -254,7 +275,7 @@ def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], c
     """The same for several runs that are alike but for their seeds or learning rates.
 
     Where cohorts are batches (the engine 'vectorised'), the runs' cohorts are one batch; elsewhere one run follows
-    another. What each run ends with does not depend on it.
+    another. What each run ends with does not depend on it, and one that diverges does not keep the others from it.
     """
     with ExitStack() as held:
         for folder in folders:
@@ -263,8 +284,11 @@ def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], c
             left = [(e, f / entry.name) for e, f in zip(experiments, folders, strict=True)]
             left = [(e, place) for e, place in left if not (place / "result.json").exists()]
             batched = all(e.engine == "vectorised" and e.method(entry).vectorised for e, _ in left)
+            diverged: dict[Path, str] = {}
             for some in [left] if batched and len(left) > 1 else [[one] for one in left]:
-                _train([Job(e, entry, place, console) for e, place in some], console)
+                diverged |= _train([Job(e, entry, place, console) for e, place in some], console)
+            if diverged:
+                raise Diverged(next(iter(diverged.values())), diverged)
 
 
 class Job:
@@ -281,11 +305,15 @@ class Job:
         self.engine = make_engine(experiment.engine, self.method, experiment.clients, self.run)
         initial, device = self.engine.method.init_client(), self.method.model.device
         states = States(initial, device, budget(self.run.state_memory, device), place)
-        self.federation = Federation(self.engine, states=states)
+        self.federation = Federation(self.engine, states=states, faults=faults_of(self.run))
         sizes = restore(place, self.federation, lambda text: console.print(text, highlight=False))
         log = MetricsLog(place, sizes)
         self.watching: list[Observer] = [log, Checkpoints(place, self.run.checkpoint_every, log)]
-        self.values: dict[str, Any] = {}
+        self.values: Values = {}
+        known = [line for line in read(place / ROUNDS) if line.get("validation", {}).get("personal") is not None]
+        self.best: tuple[int, float] | None = None  # a round, and its mean validation accuracy
+        for line in known:
+            self._compare(line["round"], line["validation"]["personal"])
 
     def _notices(self) -> None:
         say = lambda text: self.console.print(text, highlight=False)
@@ -301,8 +329,30 @@ class Job:
         """Where models go after the last round."""
         return _saver(self.method.model, self.place) if last and self.every_model else None
 
+    def judge(self, values: Values) -> None:
+        """Look at an evaluation; `stopped` says whether it was the last one."""
+        self.values = values
+        accuracy = mean_accuracy(values, "val")["personal"]
+        if accuracy is not None:
+            self._compare(self.federation.round, accuracy)
+
+    def _compare(self, round: int, accuracy: float) -> None:
+        if self.best is None or accuracy > self.best[1] + 1e-9:  # engines may differ in the last bits
+            self.best = round, accuracy
+
+    @property
+    def stopped(self) -> str:
+        """Why the training ends here, before its last round; empty where it does not."""
+        round, patience = self.federation.round, self.run.patience
+        if not patience or self.best is None or round - self.best[0] < patience or round == self.run.rounds:
+            return ""
+        return f"no better mean validation accuracy since round {self.best[0]} ({self.best[1]:.4f})"
+
     def finish(self) -> None:
         """Write what the training ends with."""
+        if self.stopped:
+            said = f"{self.entry.name}: stopped after round {self.federation.round}, {self.stopped}"
+            self.console.print(said, highlight=False)
         shared = None if self.every_model else self.federation.shared()
         if shared is not None:
             save_models(self.method.model, self.place, self.entry.name, shared)
@@ -312,53 +362,106 @@ class Job:
                 f"{self.entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
             )
             self.console.print(text, highlight=False)
-        result = {"method": self.entry.name, "title": self.entry.title, "rounds": self.run.rounds}
+        result = {"method": self.entry.name, "title": self.entry.title, "rounds": self.federation.round}
+        if self.best is not None:
+            result["best"] = {"round": self.best[0], "validation": self.best[1]}
         result |= {"evaluates": self.method.evaluates, "bytes": dataclasses.asdict(self.federation.traffic)}
         result |= {"clients": by_client(self.values), "parameters": self.method.model.P}
+        if self.federation.faults != Faults():
+            result["faults"] = tally(read(self.place / ROUNDS))
         files.save_tree(self.place / SERVER, self.federation.server)
         files.write_json(self.place / "result.json", result)
 
 
-def _train(jobs: list[Job], console: Console) -> None:
-    """All rounds of one job, or of several whose cohorts are one batch."""
-    first, federations = jobs[0], [job.federation for job in jobs]
-    if len({f.round for f in federations}) > 1:  # interrupted between two checkpoints: each goes on by itself
-        for job in jobs:
-            _train([job], console)
-        return
-    run, title = first.run, first.entry.title + (f" x {len(jobs)}" if len(jobs) > 1 else "")
+class Batch:
+    """Jobs that are trained as one, each as long as it needs to be."""
+
+    def __init__(self, jobs: list[Job]):
+        # All batches there were stay: an engine knows its records by the address of the clients' tables they read,
+        # which therefore must not be given to other tables.
+        self._made: list[Together] = []
+        self.jobs: list[Job] = []
+        self.keep(jobs)
+
+    def keep(self, jobs: list[Job]) -> None:
+        """Go on with these alone."""
+        if jobs == self.jobs:
+            return
+        self.jobs, self.engine = jobs, None
+        if len(jobs) > 1:
+            self.engine = Together([job.engine for job in jobs])  # pyright: ignore[reportArgumentType]
+            self._made.append(self.engine)
+
+    def step(self) -> list[list[int]]:
+        """One round of each; returns who took part."""
+        federations = [job.federation for job in self.jobs]
+        return step_together(federations, self.engine) if self.engine else [federations[0].step()]
+
+    def evaluate(self, last: bool) -> None:
+        """Score every job's models; after the last round, save them."""
+        federations, savers = [job.federation for job in self.jobs], [job.saver(last) for job in self.jobs]
+        full = self.jobs[0].run.scores == "every" or (last and self.jobs[0].run.scores == "last")
+        found = (
+            evaluate_together(federations, self.engine, savers, full)
+            if self.engine
+            else [federations[0].evaluate(savers[0], full)]
+        )
+        for job, values in zip(self.jobs, found, strict=True):
+            job.judge(values)
+            if job.stopped:  # known only now that the models are scored
+                job.values = job.federation.evaluate(job.saver(True), job.run.scores != "none")
+
+    def check(self) -> dict[Path, str]:
+        """Let go of runs that diverged; returns them."""
+        diverged = {}
+        for job in self.jobs:
+            try:
+                job.federation.check()
+            except Diverged as problem:
+                diverged[job.place.parent] = str(problem)
+        self.keep([job for job in self.jobs if job.place.parent not in diverged])
+        return diverged
+
+
+def _train(jobs: list[Job], console: Console) -> dict[Path, str]:
+    """All rounds of one job, or of several whose cohorts are one batch; returns runs that diverged, and how."""
+    if len({job.federation.round for job in jobs}) > 1:  # interrupted between two checkpoints: each goes on by itself
+        return {folder: why for job in jobs for folder, why in _train([job], console).items()}
+    run, title = jobs[0].run, jobs[0].entry.title + (f" x {len(jobs)}" if len(jobs) > 1 else "")
+    diverged: dict[Path, str] = {}
+    batch = Batch(jobs)
     try:
-        engine = Together([job.engine for job in jobs]) if len(jobs) > 1 else None  # pyright: ignore[reportArgumentType]
-        with ProgressLine(console, title, run.rounds, federations[0].round) as progress:
-            while federations[0].round < run.rounds:
+        with ProgressLine(console, title, run.rounds, jobs[0].federation.round) as progress:
+            while batch.jobs:
                 began = time.monotonic()
-                cohorts = step_together(federations, engine) if engine else [federations[0].step()]
-                round = federations[0].round
+                cohorts = dict(zip(batch.jobs, batch.step(), strict=True))
+                round = batch.jobs[0].federation.round
                 last = round == run.rounds
                 due = last or round % run.eval_every == 0
-                if due or round % run.checkpoint_every == 0:
-                    for federation in federations:
-                        federation.check()
-                if due:
-                    savers = [job.saver(last) for job in jobs]
-                    found = (
-                        evaluate_together(federations, engine, savers)
-                        if engine
-                        else [federations[0].evaluate(savers[0])]
-                    )
-                    for job, values in zip(jobs, found, strict=True):
-                        job.values = values
-                seconds = (time.monotonic() - began) / len(jobs)
-                for job, cohort in zip(jobs, cohorts, strict=True):
-                    event = Round(job.federation, cohort, job.values if due else None, seconds, last)
+                if due or round % run.checkpoint_every == 0 or not jobs[0].experiment.device.startswith("cuda"):
+                    diverged |= batch.check()
+                if due and batch.jobs:
+                    batch.evaluate(last)
+                seconds, left = (time.monotonic() - began) / len(cohorts), []
+                for job in batch.jobs:
+                    stopped = job.stopped if due else ""
+                    over = last or bool(stopped)
+                    event = Round(job.federation, cohorts[job], job.values if due else None, seconds, over, stopped)
                     for observer in job.watching:
                         observer.see(event)
-                progress.see(Round(federations[0], cohorts[0], jobs[0].values if due else None, seconds, last))
-        for job in jobs:
-            job.finish()
+                    if over:
+                        job.finish()
+                    else:
+                        left.append(job)
+                for job in batch.jobs[:1]:
+                    progress.see(Round(job.federation, cohorts[job], job.values if due else None, seconds, not left))
+                batch.keep(left)
+    except Diverged as problem:  # in the middle of a round: of a run that was alone
+        diverged[batch.jobs[0].place.parent] = str(problem)
     finally:
         for job in jobs:
             job.engine.close()
+    return diverged
 
 
 def budget(megabytes: int, device: torch.device) -> tuple[int | None, ...]:

@@ -11,17 +11,29 @@ from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
-from perfed.core.messages import Down, count_bytes, reduce
+from perfed.core.messages import Down, Up, count_bytes, reduce
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.base import Engine, Scores, Uploads, Values
 from perfed.engines.vectorised import Together
+from perfed.faults import Answers, Faults
 from perfed.states import States
 
 DIVERGED, BAD_WEIGHT = 0, 1  # what can be wrong with an upload
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
 ON_A_GPU = 256  # the same where a piece is one computation
+
+
+class Diverged(Problem):
+    """Training came to numbers that are not finite."""
+
+    def __init__(self, text: str, runs: dict[Any, str] | None = None):
+        super().__init__(text)
+        self.runs = runs or {}  # of several runs, those that diverged, each with its own text
+
+
+Asked = tuple[list[int], State, Down, list[int] | None]
 
 
 @dataclass
@@ -57,6 +69,7 @@ class Federation:
     states: States = None  # pyright: ignore[reportAssignmentType]  # made below where none is given
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
+    faults: Faults = field(default_factory=Faults)
 
     def __post_init__(self) -> None:
         device = self.method.model.device
@@ -64,6 +77,7 @@ class Federation:
             self.server = self.method.init_server(len(self.clients))
         if self.states is None:
             self.states = States(self.method.init_client(), device)
+        self.answers = Answers([], [])  # of the round that is going on, or of the last one
         # The first upload that was not usable: (what is wrong, round, client), or -1s. On the device, so that no
         # round waits for it.
         self._wrong = torch.full((3,), -1, device=device)
@@ -84,28 +98,40 @@ class Federation:
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """One round; returns who took part."""
-        ids = self.begin(cohort)
-        for exchange in range(self.method.exchanges):
-            asked = self.ask(ids)
-            self.receive(asked, *self.engine.train(self.round + 1, exchange, *asked))
+        self.begin(cohort)
+        self.exchange()
         self.end()
-        return ids
+        return self.answers.ids
 
     def begin(self, cohort: Iterable[int] | None = None) -> list[int]:
-        """Who takes part in the next round."""
-        return self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
+        """Who takes part in the next round: who was chosen, less those who are lost."""
+        chosen = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
+        self.answers = self.faults.draw(self.engine.seed, self.round + 1, chosen, self.method.epochs)
+        if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
+            down = self.method.broadcast(self.server, send(torch.tensor(self.answers.lost), self.method.model.device))
+            self._count(len(self.answers.lost), down, Up())
+        return self.answers.ids
 
-    def ask(self, ids: list[int]) -> tuple[list[int], State, Down]:
-        """An exchange as an engine wants it: clients, their states, what they receive."""
+    def exchange(self, alone: bool = True) -> None:
+        """All exchanges of a round; where nobody answers, the server stays as it is."""
+        for exchange in range(self.method.exchanges if self.answers.ids else 0):
+            asked = self.ask(self.answers.ids)
+            self.receive(asked, *self.engine.train(self.round + 1, exchange, *asked), alone=alone)
+
+    def ask(self, ids: list[int]) -> Asked:
+        """An exchange as an engine wants it: clients, their states, what they receive, the epochs that they finish."""
         down = self.method.broadcast(self.server, send(torch.tensor(ids), self.method.model.device))
-        return ids, self.states.take(ids), down
+        return ids, self.states.take(ids), down, self.answers.done
 
-    def receive(self, asked: tuple[list[int], State, Down], states: State, up: Uploads) -> None:
-        """What an exchange gave: counted, looked at, and made into the server's and the clients' new states."""
-        ids, _, down = asked
+    def receive(self, asked: Asked, states: State, up: Uploads, alone: bool = True) -> None:
+        """What an exchange gave: counted, looked at, and made into the server's and the clients' new states.
+
+        Not `alone`: other runs are in the middle of the same round, and must not be stopped by what is wrong in this.
+        """
+        ids, _, down, _ = asked
         rows_of = send(torch.tensor(ids), self.method.model.device)
         self._inspect(rows_of, states, up)
-        if not rows_of.is_cuda:
+        if alone and not rows_of.is_cuda:
             self.check()
         self._count(len(ids), down, up)
         self.server = self.method.aggregate(
@@ -115,7 +141,8 @@ class Federation:
 
     def end(self) -> None:
         """A round is over."""
-        for name, numbers in self.method.extra_traffic(self.server).items():
+        moved = self.method.extra_traffic(self.server) if self.answers.ids else {}
+        for name, numbers in moved.items():
             sent = numbers * self.method.model.dtype.itemsize
             self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
         self.round += 1
@@ -124,18 +151,21 @@ class Federation:
         """A client's private state; that of a client that never took part is the initial one."""
         return self.states[id] if id in self.states else self.method.init_client()
 
-    def evaluate(self, save: Callable[[int, dict[str, Tensor]], None] | None = None) -> Values:
-        """Scores of every client's model(s) on its own samples; `save(client, models)` gets each client's models."""
+    def evaluate(self, save: Callable[[int, dict[str, Tensor]], None] | None = None, full: bool = False) -> Values:
+        """Scores of every client's model(s) on its own samples; `save(client, models)` gets each client's models.
+
+        `full`: macro-F1 and AUC, too.
+        """
         self.check()
         if (shared := self.shared()) is not None:
-            values = tree_map(torch.Tensor.cpu, self.engine.score_all(shared))
+            values = tree_map(torch.Tensor.cpu, self.engine.score_all(shared, full and self.method.usual))
             if save is not None:
                 for id in range(len(self.clients)):
                     save(id, shared)
             return values
         pieces = []
         for ids in pieces_of(self):
-            found = self.engine.evaluate(self.round, *self.show(ids), keep=save is not None)
+            found = self.engine.evaluate(self.round, *self.show(ids), keep=save is not None, full=full)
             self._save(ids, found, save)
             pieces.append(found.values)
         return tree_map(lambda *t: torch.cat(t).cpu(), *pieces)
@@ -193,7 +223,7 @@ class Federation:
         who, name = f"client '{self.clients.names[client]}'", type(self.method).__name__
         if what == BAD_WEIGHT:
             raise Problem(f"{name} gave {who} in round {round} a weight that is negative or not finite")
-        raise Problem(
+        raise Diverged(
             f"training diverged: {who} has numbers that are not finite in round {round} of {name}; "
             f"a smaller lr (now {self.method.lr:g}) helps"
         )
@@ -207,13 +237,18 @@ def pieces_of(federation: Federation) -> list[list[int]]:
 
 
 def step_together(federations: Sequence[Federation], engine: Together) -> list[list[int]]:
-    """One round of several runs, whose cohorts are one batch."""
+    """One round of several runs, whose cohorts are one batch; `check` of each says whether it may go on."""
     cohorts = [f.begin() for f in federations]
+    if not all(cohorts):  # of one run nobody is left: the others go on by themselves
+        for f in federations:
+            f.exchange(alone=False)
+            f.end()
+        return cohorts
     for exchange in range(federations[0].method.exchanges):
         asked = [f.ask(ids) for f, ids in zip(federations, cohorts, strict=True)]
         answers = engine.train(federations[0].round + 1, exchange, asked)
         for f, ask, answer in zip(federations, asked, answers, strict=True):
-            f.receive(ask, *answer)
+            f.receive(ask, *answer, alone=False)
     for f in federations:
         f.end()
     return cohorts
@@ -223,17 +258,18 @@ def evaluate_together(
     federations: Sequence[Federation],
     engine: Together,
     savers: Sequence[Callable[[int, dict[str, Tensor]], None] | None] | None = None,
+    full: bool = False,
 ) -> list[Values]:
     """The evaluation of several runs."""
     each: Sequence[Any] = savers or [None] * len(federations)
     keep = any(save is not None for save in each)
     if any(f.shared() is not None for f in federations):  # one model for all clients is quick to score as it is
-        return [f.evaluate(save) for f, save in zip(federations, each, strict=True)]
+        return [f.evaluate(save, full) for f, save in zip(federations, each, strict=True)]
     pieces: list[list[Values]] = [[] for _ in federations]
     for f in federations:
         f.check()
     for ids in pieces_of(federations[0]):
-        scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep=keep)
+        scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep, full)
         for at, (f, found) in enumerate(zip(federations, scores, strict=True)):
             f._save(ids, found, each[at])
             pieces[at].append(found.values)

@@ -125,19 +125,26 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
 
 
 def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any]:
-    """Everything about one method of a run, its last round.
-
-    Macro-F1 and AUC are not among it: an evaluation keeps each client's accuracy and loss, not its predictions.
-    """
+    """Everything about one method of a run, its last round."""
     curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != "personal"]
     out: dict[str, Any] = {"method": method, **spread(curve.test[-1], curve.samples)}
     out["loss"] = float(means(curve.loss)[-1])
+    out |= full_scores(run, method)
     if "local" in run.entries and method != "local":
         out["gain"] = gain(curve.test[-1], run.accuracies("local"))
     start = next((m for m in ("before", "global") if m in others), None)
     if start:  # what personalisation added
         out["delta"] = gain(curve.test[-1], run.accuracies(method, start))["mean"]
     return {**out, **system(run, method, curve, target)}
+
+
+FULL = ("macro_f1", "auc")
+
+
+def full_scores(run: Run, method: str, model: str = "personal") -> dict[str, float]:
+    """Mean macro-F1 and mean AUC over the clients, last round; empty for a run without them (`run.scores`)."""
+    found = {key: run.scores(method, key, model) for key in FULL}
+    return {key: float(np.nanmean(each)) for key, each in found.items() if not np.isnan(each).all()}
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -147,10 +154,14 @@ def flops(run: Run, method: str) -> int | None:
     """Floating-point operations of all local training (evaluations not counted), as this implementation computes it.
 
     Per sample: forward and backward pass of the network, counted by torch from its layers. Samples: those of every
-    participant in every round, with the extra passes that the method makes, counted by `passes`.
+    participant in every round, with the extra passes that the method makes, counted by `passes`. None where there were
+    stragglers, who did a part of that.
     """
+    if run.config.run.stragglers:
+        return None
     sizes = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
-    took = np.array([sizes[name] for line in read(run.path / method / ROUNDS) for name in line["cohort"]])
+    took = [sizes[name] for line in read(run.path / method / ROUNDS) for name in line["cohort"]]
+    took = np.array(took).reshape(-1, 2)  # perhaps nobody ever answered
     entry = run.entries[method]
     settings = tuple(sorted(run.config.settings(entry).items()))
     per_train, per_val, fixed = passes(str(entry.file), settings)
@@ -257,21 +268,22 @@ def _counting() -> Any:
     return Counting
 
 
-def as_lines(found: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and cells of a table of summaries."""
+def as_tables(found: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Headings and cells of two tables of summaries: scores, and what they took."""
     from perfed.report.tables import score, signed, size
 
-    keys = ("mean", "pooled", "std", "p10", "worst10", "jain", "loss", "area")
-    heads = ("", *("10th percentile" if key == "p10" else "worst tenth" if key == "worst10" else key for key in keys))
-    rows = []
+    keys = ("mean", "pooled", "std", "p10", "worst10", "jain", "macro_f1", "auc", "loss")
+    words = {"p10": "10th percentile", "worst10": "worst tenth", "macro_f1": "macro F1", "auc": "AUC"}
+    scores, cost = [], []
     for one in found:
-        arithmetic = "n/a" if one["flops"] is None else f"{one['flops']:.2e}"
-        cells = [score(one[key]) for key in keys]
+        title = one.get("title", one["method"])
         share = "-" if "gain" not in one else f"{100 * one['gain']['positive']:.0f} %"
         delta = "-" if "delta" not in one else signed(one["delta"])
-        tail = (share, delta, size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s")
-        rows.append((one.get("title", one["method"]), *cells, *tail))
-    return (*heads, "gain above 0", "delta", "sent", "FLOPs", "time"), rows
+        scores.append((title, *(score(one[key]) if key in one else "-" for key in keys), share, delta))
+        arithmetic = "n/a" if one["flops"] is None else f"{one['flops']:.2e}"
+        cost.append((title, score(one["area"]), size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s"))
+    heads = ("", *(words.get(key, key) for key in keys), "gain above 0", "delta")
+    return [(heads, scores), (("", "area", "sent", "FLOPs", "time"), cost)]
 
 
 def average(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class Run:
                 "by_compartment": sent,
             },
             "seconds": round(self.seconds(name), 3),
+            "faults": result.get("faults"),
             "models": str(self.path / name / "clients"),
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,14 +42,24 @@ class Plan:
         """Steps that a client with `size` samples takes."""
         return self.batches(size) * (self.epochs or 0) if self.steps is None else self.steps if size else 0
 
-    def samples(self, size: int) -> int:
-        """Samples that those steps look at."""
-        whole, rest = divmod(self.total(size), max(self.batches(size), 1))
+    def shortened(self, done: int, of: int) -> Plan:
+        """The plan of who ends after `done` of `of` epochs; what has another length is shortened in proportion."""
+        some = lambda whole: None if whole is None else part(whole, done, of)
+        return self if done == of else replace(self, epochs=some(self.epochs), steps=some(self.steps))
+
+    def samples(self, size: int, total: int) -> int:
+        """Samples that so many steps look at."""
+        whole, rest = divmod(total, max(self.batches(size), 1))
         return whole * size + min(rest * self.batch_size, size)
 
     def key(self, key: Tensor, draw: int) -> Tensor:
         """The key of one draw of this stream."""
         return derive(key, self.stream, draw)
+
+
+def part(whole: Any, done: Any, of: int) -> Any:
+    """`done` parts in `of` of a number of epochs or steps, rounded up: whoever begins does something."""
+    return -(-whole * done // of)
 
 
 def order_key(key: Tensor, epoch: Tensor | int) -> Tensor:
@@ -67,8 +77,9 @@ class Data(ABC):
 
     size: Tensor  # number of training samples, as a tensor: under vmap every client has its own
 
-    def __init__(self, batch_size: int, epochs: int):
+    def __init__(self, batch_size: int, epochs: int, done: Any = None):
         self.batch_size, self.epochs = batch_size, epochs
+        self.done = done  # epochs that a straggler finishes, a number or a tensor; None: all of them
 
     def fold(
         self,
@@ -98,9 +109,10 @@ class Data(ABC):
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """How many steps such a fold takes for this client, as a tensor."""
         plan = self._plan(epochs, steps, 1, 0)
+        some = lambda whole: whole if self.done is None else part(whole, self.done, self.epochs)
         if plan.steps is not None:
-            return torch.where(self.size > 0, plan.steps, 0)
-        return -(-self.size // self.batch_size) * (plan.epochs or 0)
+            return torch.where(self.size > 0, some(plan.steps), 0)
+        return -(-self.size // self.batch_size) * some(plan.epochs or 0)
 
     def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int) -> Plan:
         return Plan(self.batch_size, self.epochs if epochs is None else epochs, steps, draws, stream)
@@ -150,8 +162,18 @@ def refuse_other_form(before: Any, after: Any) -> None:
 class ClientData(Data):
     """The reference: one client, a plain loop."""
 
-    def __init__(self, clients: Clients, index: int, key: Tensor, *, batch_size: int, epochs: int, dtype: torch.dtype):
-        super().__init__(batch_size, epochs)
+    def __init__(
+        self,
+        clients: Clients,
+        index: int,
+        key: Tensor,
+        *,
+        batch_size: int,
+        epochs: int,
+        dtype: torch.dtype,
+        done: int | None = None,
+    ):
+        super().__init__(batch_size, epochs, done)
         self.clients, self.index, self.key, self.dtype = clients, index, key, dtype
         self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
 
@@ -184,6 +206,7 @@ class ClientData(Data):
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         before = form(carry)
+        plan = plan if self.done is None else plan.shortened(self.done, self.epochs)
         for at, batches in enumerate(zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True)):
             carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
             if at == 0:

@@ -16,7 +16,7 @@ from torch import Tensor
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
 # Purposes: the first part of a key, so that two uses never share a stream.
-COHORT, TRAIN, PERSONALISE, WIRE, SELECT = 1, 2, 3, 4, 5
+COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 7
 
 
 def _mix(z: Tensor) -> Tensor:

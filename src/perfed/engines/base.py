@@ -68,9 +68,20 @@ class Engine(ABC):
         self.method = method if method.population else replace(method, population=len(clients))
         self.clients, self.seed, self.wire = clients, seed, wire
 
-    def train(self, round: int, exchange: int, ids: Sequence[int], states: State, down: Down) -> tuple[State, Uploads]:
-        """One exchange: every client's `local`, with its row of `states` and of `down.own`; returns the new rows."""
-        out = self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down)
+    def train(
+        self,
+        round: int,
+        exchange: int,
+        ids: Sequence[int],
+        states: State,
+        down: Down,
+        done: Sequence[int] | None = None,
+    ) -> tuple[State, Uploads]:
+        """One exchange: every client's `local`, with its row of `states` and of `down.own`; returns the new rows.
+
+        `done`: the epochs that each client finishes, where there are stragglers.
+        """
+        out = self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down, done)
         return uploads(out)
 
     def evaluate(
@@ -182,7 +193,15 @@ class Engine(ABC):
         return send(derive(self.seed, *parts), self.method.model.device)
 
     @abstractmethod
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+    def _each(
+        self,
+        task: Task,
+        key: Tensor,
+        ids: Sequence[int],
+        states: State,
+        down: Down,
+        done: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
         """Stacked results of `task(state, down, data, key)` for each client, with its rows of states and down.own."""
 
     def close(self) -> None:  # noqa: B027 (most engines hold nothing)

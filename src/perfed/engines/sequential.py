@@ -20,16 +20,26 @@ class Sequential(Engine):
 
     name = "sequential"
 
-    def one(self, task: Task, key: Tensor, id: int, state: State, down: Down) -> dict[str, Any]:
+    def one(
+        self, task: Task, key: Tensor, id: int, state: State, down: Down, done: int | None = None
+    ) -> dict[str, Any]:
         """The task for one client."""
         key, m = derive(key, id), self.method
         dtype = m.model.dtype
-        data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype)
+        data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype, done=done)
         return task(state, down, data, key)
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+    def _each(
+        self,
+        task: Task,
+        key: Tensor,
+        ids: Sequence[int],
+        states: State,
+        down: Down,
+        done: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
         each = []
         for row, id in enumerate(ids):
             state, own = rows((states, down.own), row)
-            each.append(self.one(task, key, id, state, Down(down.shared, own)))
+            each.append(self.one(task, key, id, state, Down(down.shared, own), None if done is None else done[row]))
         return stack(each)

@@ -72,8 +72,16 @@ class Vectorised(Engine):
         """Share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
-        return self._all([Part(self, task, key, ids, states, down)])[0]
+    def _each(
+        self,
+        task: Task,
+        key: Tensor,
+        ids: Sequence[int],
+        states: State,
+        down: Down,
+        done: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        return self._all([Part(self, task, key, ids, states, down, done)])[0]
 
     def _all(self, parts: Sequence[Part], clients: Clients | None = None) -> list[dict[str, Any]]:
         """Results of every part; the clients of all parts are rows of the same blocks."""
@@ -114,7 +122,8 @@ class Vectorised(Engine):
         kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
         pick = lambda t: t if kept else t.index_select(0, row)
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
-        block = Block(clients, held, self._send(torch.tensor(held)), self.runner, m.model.dtype)
+        done = [parts[at].finishes(row) for at, row in rows] if any(part.done for part in parts) else None
+        block = Block(clients, held, self._send(torch.tensor(held)), self.runner, m.model.dtype, m.epochs, done)
         states, own = take([part.states for part in parts]), take([part.down.own for part in parts])
         keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
         varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
@@ -122,13 +131,16 @@ class Vectorised(Engine):
         if len(parts) > 1:
             shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(p.down.shared for p in parts))
 
-        def one(state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], shared: Any) -> Any:
+        def one(
+            state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], done: Any, shared: Any
+        ) -> Any:
             mine = task._replace(method=holding(m, varied))
-            return mine(state, Down(shared, own), BlockData(block, key, size, m.batch_size, m.epochs), key)
+            return mine(state, Down(shared, own), BlockData(block, key, size, m.batch_size, m.epochs, done), key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
-        dims = (0, 0, 0, 0, 0, None if len(parts) == 1 else 0)
-        return vmap(one, in_dims=dims)(states, own, keys, sizes, varied, shared)
+        dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(parts) == 1 else 0)
+        each = None if done is None else self._send(torch.tensor(done))
+        return vmap(one, in_dims=dims)(states, own, keys, sizes, varied, each, shared)
 
 
 @dataclass(frozen=True)
@@ -141,7 +153,12 @@ class Part:
     ids: Sequence[int]
     states: State
     down: Down
+    done: Sequence[int] | None = None  # epochs that each client finishes, where there are stragglers
     offset: int = 0  # of this run's clients among those of all runs
+
+    def finishes(self, row: int) -> int:
+        """The epochs that a client finishes."""
+        return self.done[row] if self.done else self.engine.method.epochs
 
 
 class Together:
@@ -180,21 +197,22 @@ class Together:
         keys = [engine.key(TRAIN, round, exchange) for engine in self.engines]
         return [uploads(out) for out in self.first._all(self._parts(tasks, keys, asked), self.clients)]
 
-    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False, full: bool = False) -> list[Scores]:
+    def evaluate(self, round: int, shown: Sequence[Shown], keep: bool = False, full: bool = False) -> list[Scores]:
         """Every run's models and their scores."""
         full = full and self.first.method.usual
         tasks = [Evaluation(self.first.method, self.first.splits, keep or full) for _ in self.engines]
         keys = [engine.key(PERSONALISE, round) for engine in self.engines]
-        found = self.first._all(self._parts(tasks, keys, asked), self.clients)
-        rows = zip(self.engines, found, asked, strict=True)
-        return [engine.scored(out, ask[0], keep, full) for engine, out, ask in rows]
+        found = self.first._all(self._parts(tasks, keys, [(*one, None) for one in shown]), self.clients)
+        rows = zip(self.engines, found, shown, strict=True)
+        return [engine.scored(out, one[0], keep, full) for engine, out, one in rows]
 
 
 def _name(method: Method) -> tuple[str, str]:
     return type(method).__module__, type(method).__qualname__  # a user's file is a new class each time it is read
 
 
-Asked = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
+Shown = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
+Asked = tuple[Sequence[int], State, Down, Sequence[int] | None]  # and the epochs that they finish
 
 
 def _same_samples(one: Clients, two: Clients) -> bool:
@@ -244,6 +262,12 @@ class Block:
     where: Tensor  # the ids on the device
     runner: Runner
     dtype: torch.dtype
+    epochs: int
+    done: list[int] | None  # epochs that each client finishes, where there are stragglers
+
+    def plans(self, plan: Plan) -> list[Plan]:
+        """What each client does of a plan."""
+        return [plan.shortened(done, self.epochs) for done in self.done] if self.done else [plan] * len(self.ids)
 
     def size(self, split: str) -> list[int]:
         """Samples of each client, on the host."""
@@ -268,8 +292,10 @@ class Block:
 class BlockData(Data):
     """What one client of a block sees; its loops reach the block's rules."""
 
-    def __init__(self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int):
-        super().__init__(batch_size, epochs)
+    def __init__(
+        self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int, done: Tensor | None
+    ):
+        super().__init__(batch_size, epochs, done)
         self.block, self.key, self.sizes, self.size = block, key, sizes, sizes["train"]
 
     def count(self, split: str) -> Tensor:
@@ -329,8 +355,8 @@ class _Fold(_Loop):
             if in_dims[6 + at] is None:
                 inside[at] = inside[at].expand(count, *inside[at].shape)
 
-        size = block.size("train")
-        order, back, totals = _sorted_rows([plan.total(n) for n in size])
+        size, plans = block.size("train"), block.plans(plan)
+        order, back, totals = _sorted_rows([mine.total(n) for mine, n in zip(plans, size, strict=True)])
         start, sizes, size = block.start("train"), block.sizes("train"), [size[row] for row in order]
         moved = order != list(range(count))
         if moved:
@@ -369,7 +395,7 @@ class Fold:
     def _count(self) -> None:
         runner, count = self.block.runner, len(self.size)
         executed = sum(steps * runner.width(active, count) for _, steps, active in _phases(self.totals)) * self._slots()
-        useful = sum(self.plan.samples(n) for n in self.size)
+        useful = sum(self.plan.samples(n, total) for n, total in zip(self.size, self.totals, strict=True))
         runner.count(executed * self.plan.draws, useful * self.plan.draws)
 
     def plain(self, inside: list[Tensor]) -> list[Tensor]:
@@ -448,7 +474,7 @@ def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
     each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
     which = (step // each).clamp_max(epochs - 1)  # [rows, steps]
     place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
-    total = each[:, 0] * plan.epochs if plan.steps is None else torch.where(sizes > 0, plan.steps, 0)  # pyright: ignore
+    total = send(torch.tensor(totals), key.device)
     inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
     row = torch.arange(len(size), device=key.device)[:, None, None]
     found = order[which[:, :, None], row, place.clamp_max(longest - 1)]

@@ -114,14 +114,23 @@ class Workers(Sequential):
         self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
-    def _each(self, task: Task, key: Tensor, ids: Sequence[int], states: State, down: Down) -> dict[str, Any]:
+    def _each(
+        self,
+        task: Task,
+        key: Tensor,
+        ids: Sequence[int],
+        states: State,
+        down: Down,
+        done: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
         size = self.clients.train.size
         order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # the largest is taken first
         # Clients that only predict are quick: several go together.
         some = max(1, len(ids) // (4 * self.count)) if isinstance(task, Evaluation) else 1
         groups = [order[first : first + some] for first in range(0, len(order), some)]
         how = {"task": _describe(task), "key": int(key)}
-        jobs = [({**how, "ids": [ids[row] for row in g]}, lambda g=g: rows((states, down.own), g)) for g in groups]
+        whose = lambda g: {"ids": [ids[row] for row in g], "done": None if done is None else [done[row] for row in g]}
+        jobs = [({**how, **whose(g)}, lambda g=g: rows((states, down.own), g)) for g in groups]
         found = self._spread(down.shared, jobs)
         back = torch.tensor([row for group in groups for row in group]).argsort()
         return tree_map(lambda *t: torch.cat(t)[back], *found)
@@ -179,10 +188,10 @@ class Workers(Sequential):
             return super().judge(message["judge"], tensors)
         how, key = message["task"], torch.tensor(message["key"])
         task = Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else Training(self.method, self.wire)
-        each = []
+        each, done = [], message["done"]
         for row, id in enumerate(message["ids"]):
             state, own = rows(tensors, row)
-            each.append(self.one(task, key, id, state, Down(shared, own)))
+            each.append(self.one(task, key, id, state, Down(shared, own), done and done[row]))
         return stack(each)
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ import torch
 from perfed import files
 from perfed.core.tree import tree_map
 from perfed.engines.base import Values
+from perfed.faults import Faults
+from perfed.federation import Federation
 from perfed.observe import Round
 
 CLIENTS, ROUNDS, TIMES = "metrics.jsonl", "rounds.jsonl", "times.jsonl"
@@ -35,11 +37,15 @@ class MetricsLog:
         federation = event.federation
         names, round = federation.clients.names, federation.round
         about: dict[str, Any] = {"round": round, "cohort": [names[id] for id in event.cohort]}
+        about |= _failures(federation)
         about |= {"bytes": dataclasses.asdict(federation.traffic), **federation.method.notes(federation.server)}
         if event.values is not None:
             lines = [{"round": round, "client": names[id], **one} for id, one in enumerate(by_client(event.values))]
             self._append(CLIENTS, lines)
             about["accuracy"] = mean_accuracy(event.values)
+            about["validation"] = mean_accuracy(event.values, "val")
+        if event.stopped:
+            about["stopped"] = event.stopped
         self._append(ROUNDS, [about])
         self._append(TIMES, [{"round": round, "seconds": event.seconds}])
 
@@ -55,6 +61,16 @@ class MetricsLog:
         return {name: path.stat().st_size if path.exists() else 0 for name, path in self.paths.items()}
 
 
+def _failures(federation: Federation) -> dict[str, Any]:
+    """Who failed in the last round, in a run where clients may."""
+    names, answers, epochs = federation.clients.names, federation.answers, federation.method.epochs
+    if federation.faults == Faults():
+        return {}
+    done = zip(answers.ids, answers.done or [], strict=bool(answers.done))
+    late = {names[id]: some for id, some in done if some < epochs}
+    return {"lost": [names[id] for id in answers.lost], "late": late, "unchanged": not answers.ids}
+
+
 def by_client(values: Values) -> list[dict[str, Any]]:
     """Scores as plain numbers, one dict per client: model -> split -> metric."""
     plain = tree_map(torch.Tensor.tolist, values)  # all at once: there may be very many clients
@@ -64,9 +80,10 @@ def by_client(values: Values) -> list[dict[str, Any]]:
     return [{model: {split: score(split, model, id) for split in plain} for model in models} for id in range(count)]
 
 
-def mean_accuracy(values: Values) -> dict[str, float | None]:
-    """Unweighted mean test accuracy of each kind of model over the clients that have test samples."""
-    return {model: number(scores["accuracy"].nanmean().item()) for model, scores in values["test"].items()}
+def mean_accuracy(values: Values, split: str = "test") -> dict[str, float | None]:
+    """Unweighted mean accuracy of each kind of model over the clients that have samples in the split."""
+    known = values.get(split, {})
+    return {model: number(known[model]["accuracy"].nanmean().item()) if known else None for model in values["test"]}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

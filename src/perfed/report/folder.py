@@ -5,9 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from perfed import files
+from perfed.config import RunConfig
 from perfed.report.picture import picture
-from perfed.report.tables import HEADINGS, between_servers, card, clients_csv, lines, markdown
+from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
 from perfed.results import Run
+
+
+def up_to(config: RunConfig) -> str:
+    """How many rounds were asked for, in words."""
+    return f"{config.rounds}" if not config.patience else f"up to {config.rounds} (patience {config.patience})"
 
 
 def write_report(run: Run) -> Path:
@@ -17,11 +23,11 @@ def write_report(run: Run) -> Path:
     data, config = run.config.data, run.config.run
     about = (
         f"# {run.path.name}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, network "
-        f"{run.config.model.name}, {config.rounds} rounds, participation {config.participation:g}, "
+        f"{run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
         f"seed {config.seed}.\nAccuracy: last round, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
-    sent = "".join(f"\n{line}.\n" for line in between_servers(run.summary()))
+    sent = "".join(f"\n{line}.\n" for line in remarks(run.summary()))
     files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + sent + "\n![accuracy](accuracy.png)\n")
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from perfed.faults import in_words
 from perfed.results import Run
 
 
@@ -53,11 +54,16 @@ def lines(run: Run) -> list[tuple[str, ...]]:
     return out
 
 
-def between_servers(methods: list[dict[str, Any]]) -> list[str]:
-    """What no client sent or received, one line for each method that has such traffic."""
+def remarks(methods: list[dict[str, Any]]) -> list[str]:
+    """What no client sent or received, and how often clients failed; one line for all methods that failed alike."""
     said = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     found = [(one["title"], one["bytes"]["extra"]) for one in methods if one["bytes"]["extra"]]
-    return [f"{title} between servers, in neither down nor up: {said(extra)}" for title, extra in found]
+    lines = [f"{title} between servers, in neither down nor up: {said(extra)}" for title, extra in found]
+    failed: dict[str, list[str]] = {}
+    for one in methods:
+        if one.get("faults"):
+            failed.setdefault(in_words(one["faults"]), []).append(one["title"])
+    return lines + [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
 
 
 def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: int | None = None) -> Table:
