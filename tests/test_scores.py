@@ -152,3 +152,14 @@ def test_when_a_run_makes_them(tmp_path, when, rounds):
             assert found["auc"] == pytest.approx(np.mean(run.scores(method, "auc")))
             client = run.clients(method)[0]
             assert 0 <= client.scores["personal"]["test"]["macro_f1"] <= 1
+
+
+def test_a_run_that_stops_by_itself_has_them(tmp_path):
+    """Which evaluation is the last is known only after it."""
+    settings = TINY | dict(rounds=50, patience=1, lr=1e-9, baseline=False, engine="sequential")
+    run = perfed.run("fedavg", "ditto", out=tmp_path / "run", **settings)
+    for method in run.entries:
+        assert run.result(method)["rounds"] == 2
+        assert 0 < run.scores(method, "auc").mean() < 1
+        last = json.loads((run.path / method / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["personal"] == run.result(method)["clients"][-1]["personal"]

@@ -224,6 +224,7 @@ def test_a_small_table_is_run_once_and_read_back(tmp_path, monkeypatch, capsys):
     assert lines["pgfed"]["seeds"] == 1
     assert lines["pgfed"]["difference"] is None  # other settings than the paper's
     assert lines["pgfed"]["flops"] > lines["fedavg"]["flops"] > 0
+    assert 0 < lines["fedavg"]["macro_f1"] < lines["fedavg"]["auc"] < 1
     assert lines["local"]["gain"] == 0
     for kind in ("csv", "md", "json"):
         assert "REDUCED" in (tmp_path / f"runs/tables/pgfed-1-reduced.{kind}").read_text()

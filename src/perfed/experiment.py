@@ -8,7 +8,7 @@ A run folder explains itself:
     files/               copies of the user's own method and model files
     <method>/            one folder per method
         metrics.jsonl    scores, one line per round and client
-        rounds.jsonl     cohort and bytes, one line per round
+        rounds.jsonl     cohort, bytes and who failed, one line per round
         times.jsonl      clock times (the only thing here that differs from run to run)
         checkpoints/     the last two
         clients/<id>/    model.safetensors and card.md (see run.save_models)

@@ -94,7 +94,7 @@ def orders(protocol: Protocol, table: list[Line]) -> list[str]:
 
 
 METRICS = (
-    *("", "deviation over clients", "10th percentile", "worst tenth", "Jain", "loss", "area"),
+    *("", "deviation over clients", "10th percentile", "worst tenth", "Jain", "macro-F1", "AUC", "loss", "area"),
     *("gain over Local", "gain above 0", "sent", "FLOPs", "time"),
 )
 
@@ -109,7 +109,8 @@ def metric_cells(table: list[Line], column: str) -> list[tuple[str, ...]]:
         percent = [
             number(line[f"clients_{k}"] and 100 * line[f"clients_{k}"], "{:.2f}") for k in ("std", "p10", "worst10")
         ]
-        tail = [number(line["clients_jain"], "{:.3f}"), number(line["loss"], "{:.3f}")]
+        tail = [number(line["clients_jain"], "{:.3f}")]
+        tail += [number(line.get(key), "{:.3f}") for key in ("macro_f1", "auc", "loss")]  # the first two: last round
         tail += [number(line["area"] and 100 * line["area"], "{:.2f}"), number(line["gain"], "{:+.2f}")]
         tail += [number(line["gain_positive"], "{:.0%}"), size(line["bytes"] or 0)]
         tail += [number(line["flops"], "{:.2e}"), number(line["seconds"], "{:.0f} s")]

@@ -82,6 +82,9 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
     for key in ("std", "variance", "p10", "worst10", "jain", "pooled"):
         line[f"clients_{key}"] = mean([s[key] for s in spreads])
     line["loss"] = mean([s["loss"][-1] for s in mine.values()])
+    for key in metrics.FULL:
+        known = [s.get("full", {}).get(key) for s in mine.values()]
+        line[key] = None if None in known else mean(known)
     line["area"] = mean([s["system"]["area"] for s in mine.values()])
     for key in ("bytes", "flops", "seconds"):
         line[key] = mean([s["system"][key] for s in mine.values()])

@@ -64,12 +64,15 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     n = np.where(np.isnan(curve.test), 0, curve.samples)
     plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
     chosen = {rule: picked(curve, rule) for rule in RULES}
+    whole = not cell.first and curve.rounds[-1] == rounds[-1]
     found = {
         "samples": curve.samples.tolist(),
         "rounds": curve.rounds.tolist(),
         "mean": plain(curve.mean),
         "pooled": plain((np.nan_to_num(curve.test) * n).sum(1) / n.sum(1)),
         "loss": plain(metrics.means(curve.loss)),
+        # Made after the last round of a run, so not known for an earlier one or for those who joined later.
+        "full": metrics.full_scores(run, cell.method, model) if whole else {},
         "sent": spent,
         "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
         "system": metrics.system(run, cell.method, curve),

@@ -23,6 +23,7 @@ def alphas(cell: Cell) -> None:
     from perfed.core.mixture import convex
     from perfed.engines import make_engine
     from perfed.experiment import prepare, read_config
+    from perfed.faults import faults_of
     from perfed.federation import Federation
 
     experiment = prepare(read_config(cell.folder))
@@ -30,7 +31,8 @@ def alphas(cell: Cell) -> None:
     method: Any = experiment.method(entry)
     engine = make_engine(experiment.engine, method, experiment.clients, experiment.config.run)
     try:
-        federation, everybody, seen = Federation(engine), list(range(len(experiment.clients))), []
+        federation = Federation(engine, faults=faults_of(experiment.config.run))
+        everybody, seen = list(range(len(experiment.clients))), []
         for _ in range(files.read_json(cell.folder / cell.method / "result.json")["rounds"]):
             federation.step()
             states = torch.stack([convex(federation.state(i), method.simplex).mean(1) for i in everybody])
