@@ -93,3 +93,20 @@ def test_recorded_runs_together():
         for _ in range(2):
             alone.step()
         assert contract.difference(federation.server, alone.server) < 1e-9
+
+
+def test_runs_leave_a_batch_one_after_another():
+    """Each batch of those that are left goes on with recorded steps, on clients of their own, as each would alone."""
+    pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
+    deals = {0: (8, 3, 7, 5), 3: (2, 9, 4, 6), 5: (6, 5, 9, 3)}
+    clients = {seed: contract.toy_clients(sizes, seed=seed) for seed, sizes in deals.items()}
+    engines = [engine(seed, clients[seed], fast=True, lr=0.05) for seed in deals]
+    federations, batches = [Federation(e) for e in engines], []  # kept, as experiments keep them
+    for left in ([0, 1, 2], [0, 2], [0]):
+        batches.append(Together([engines[at] for at in left]))
+        step_together([federations[at] for at in left], batches[-1])
+    for federation, seed, rounds in zip(federations, deals, (3, 1, 2), strict=True):
+        alone = Federation(engine(seed, clients[seed], lr=0.05))
+        for _ in range(rounds):
+            alone.step()
+        assert contract.difference(federation.server, alone.server) < 1e-9
