@@ -21,6 +21,7 @@ from perfed.core.model import Batch, Model
 from perfed.core.tree import tree_map
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Together, Vectorised
+from perfed.faults import Faults
 from perfed.federation import Federation, evaluate_together, step_together
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
@@ -194,3 +195,18 @@ def test_launch_parameters_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_loaded", set())
     tuning._load(torch.device("cuda"))
     assert tuning._chosen == chosen
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "ditto"])  # one model for all, one for each
+def test_failing_clients_and_all_scores(name):
+    ends = []
+    for engine, device in ((Sequential, "cpu"), (Recorded, "cuda")):
+        method = on(device, name, "norm", epochs=3, cohort=4)
+        federation = Federation(
+            engine(method, contract.toy_clients(), seed=5), faults=Faults(dropout=0.3, stragglers=0.7)
+        )
+        for _ in range(4):
+            federation.step()
+        ends.append(here((federation.server, dict(federation.states), federation.evaluate(full=True))))
+    assert contract.difference(ends[1], ends[0]) < 1e-9
