@@ -526,6 +526,18 @@ def test_numbers_of_the_figures():
     assert clusters(alpha) == (0.5, 3)
 
 
+def test_curves_go_as_far_as_all_seeds_do(tmp_path, monkeypatch):
+    """A seed that run.patience stopped has fewer rounds."""
+    from perfed.report import table_figures
+
+    seeds = {0: {"rounds": [10, 20, 30], "mean": [0.1, 0.3, 0.5]}, 1: {"rounds": [10, 20], "mean": [0.3, None]}}
+    monkeypatch.setattr(table_figures, "found", lambda *_: seeds)
+    made = protocol.chosen(protocol.find("pfedmb-1"), [], ["local"], 2)
+    x, mean, _ = table_figures._curves(made, tmp_path, "pairs", "mean", "rounds")["local"]
+    assert x.tolist() == [10, 20]
+    np.testing.assert_allclose(mean, [0.2, np.nan])
+
+
 def test_pages_say_what_was_not_run(tmp_path, monkeypatch):
     from perfed.report import table_page
 
