@@ -1,5 +1,7 @@
 """A traced step with its arithmetic joined into kernels computes what the step computes."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -236,6 +238,60 @@ def test_pieces_and_sums_in_one_kernel():
 
     program = check(function, theta, *pieces)
     assert [(c.joined is not None, len(c.sums)) for c in clusters(program)] == [(True, 1)]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
+def test_a_product_is_worked_out_where_it_is_needed(turned):
+    """Momentum, and a sum over all of it: the wide layer's gradient is never written."""
+    single = functools.partial(normal, kind=torch.float32)
+    theta, momentum, small = single(3, 5000), single(3, 5000, seed=1), single(3, 104, seed=2)
+    x, g = single(3, 20, 72, seed=3), single(3, 68, 20, seed=4)
+    g = g.mT.contiguous().mT if turned else g
+
+    def function(theta, momentum, small, x, g):
+        momentum = 0.9 * momentum + torch.cat([torch.bmm(g, x).flatten(1), small], 1)
+        return theta - 0.1 * momentum, momentum, (momentum * momentum).sum(1)
+
+    args = (theta, momentum, small, x, g)
+    program = check(function, *args)
+    (cluster,) = clusters(program)
+    assert len(cluster.products) == 1
+    assert not any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
+    two = lambda *t: function(*t)[:2]
+    check_into(two, *args)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2], ids=["nothing", "one result", "both results"])
+def test_products_ahead_of_the_rest(written):
+    """The wide layer moves as soon as nobody reads it any more, before the layer below it has its gradient."""
+    single = functools.partial(normal, kind=torch.float32)
+    theta, momentum, y = single(3, 5000), single(3, 5000, seed=1), single(3, 72, 104, seed=2)
+    x, g = single(3, 20, 72, seed=3), single(3, 68, 20, seed=4)
+
+    def function(theta, momentum, x, g, y):
+        below = torch.bmm(g.mT, theta[:, :4896].unflatten(1, (68, 72))).sum(1, keepdim=True)
+        small = torch.bmm(below.relu() * 2, y).flatten(1)
+        momentum = 0.9 * momentum + torch.cat([torch.bmm(g, x).flatten(1), small], 1)
+        return theta - 0.1 * momentum, momentum
+
+    args = (theta, momentum, x, g, y)
+    program, expected = trace(function, *args), function(*args)
+    (before,) = program.ahead
+    names = [getattr(item, "name", "") for item in program.items]
+    assert names.index("bmm") < before <= names.index("bmm_1")  # after the last look at theta, not after the last
+    place = [t.clone() for t in (theta, momentum)]
+    same(program(*place, *args[2:], into=place[:written]), expected)
+
+
+def test_products_that_are_left_to_the_library():
+    single = functools.partial(normal, kind=torch.float32)
+    theta, x, g = single(2, 300), single(2, 200, 20, seed=3), single(2, 15, 200, seed=4)
+    long = check(lambda theta, x, g: (theta - 0.1 * torch.cat([torch.bmm(g, x).flatten(1)], 1),), theta, x, g)
+    double = [t.double() for t in (theta, x[:, :9], g[:, :, :9])]
+    other = check(lambda theta, x, g: (theta - 0.1 * torch.cat([torch.bmm(g, x).flatten(1)], 1),), *double)
+    needed = lambda theta, x, g: ((d := torch.bmm(g, x)).sum(2), theta - torch.cat([d.flatten(1)], 1))
+    twice = check(needed, theta, x[:, :9], g[:, :, :9])
+    assert not any(c.products for program in (long, other, twice) for c in clusters(program))
 
 
 # ---------------------------------------------------------------------------------------------------- in place

@@ -53,6 +53,10 @@ LAYERS = {
     "odd pixels are left out by the pool": (Layer(3, relu=True, pool=MAX), 3, 4, (9, 7), True),
     "padded and pooled, taller than wide": (Layer(3, padding=1, relu=True, pool=MAX), 2, 4, (10, 5), True),
     "wider than tall, strided": (Layer(3, stride=2, padding=1), 5, 7, (6, 11), True),
+    "flattened next, max-pool": (Layer(3, relu=True, pool=MAX, flat=True), 3, 6, (9, 7), True),
+    "flattened next, average": (Layer(3, relu=True, pool=AVG, flat=True), 4, 5, (8, 8), True),
+    "flattened next, ReLU": (Layer(3, padding=1, relu=True, flat=True), 3, 5, (5, 6), True),
+    "flattened next, plain": (Layer(3, padding=1, flat=True), 3, 5, (5, 6), True),
     "more channels than a tile": (Layer(1, relu=True), 6, 70, (4, 4), True),
 }
 

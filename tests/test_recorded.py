@@ -65,6 +65,21 @@ def test_what_is_not_a_number_stays_so():
         )
 
 
+def test_several_steps_to_a_graph(monkeypatch):
+    from perfed.engines import graphs
+
+    monkeypatch.setattr(graphs, "WORTH", 2)
+    monkeypatch.setattr(graphs, "MANY", 3)
+    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=4, batch_size=2, lr=0.05)
+    clients = contract.toy_clients()
+    engine = Vectorised(make(), clients, fast=True)
+    cohorts = [range(len(clients))] * 3
+    contract.compare(contract.play(engine, cohorts), contract.play(Sequential(make(), clients), cohorts), "graphs")
+    recorder = engine.runner.recorder
+    assert recorder is not None
+    assert {steps for loop in recorder.loops.values() for _, steps in loop.graphs} == {1, 3}
+
+
 @dataclasses.dataclass(frozen=True)
 class Growing(FedAvg):
     """A step that returns another form than it was given."""

@@ -31,6 +31,7 @@ class Conv(nn.Module):
         self.weight, self.bias = old.weight, old.bias
         self.stride, self.padding, self.dilation, self.groups = old.stride, _padding(old), old.dilation, old.groups
         self.relu, self.pool = relu, pool
+        self.flat = False  # whether its output is flattened next
         self.training = old.training
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def batched(layer: Conv, x: Tensor) -> Tensor | None:
     from perfed.core import kernels
 
     pool = {None: kernels.NONE, "max": kernels.MAX, "avg": kernels.AVG}[layer.pool]
-    shape = kernels.Layer(high, stride[0], padding[0], layer.relu, pool)
+    shape = kernels.Layer(high, stride[0], padding[0], layer.relu, pool, layer.flat)
     return kernels.conv(x, layer.weight, layer.bias, shape)
 
 
@@ -224,7 +225,24 @@ def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, nn.
                 before = swallowed.all_input_nodes[0]
                 swallowed.replace_all_uses_with(before)
                 graph.erase_node(swallowed)
+        made[module].flat = all(_flattened(node, modules) for node in nodes)
     return made
+
+
+_FLATTENS = ("flatten", "view", "reshape")
+
+
+def _flattened(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether everybody who reads this, number by number at most before, flattens it."""
+
+    def ends(user: fx.Node) -> bool:
+        if user.op == "call_module":
+            module = modules[str(user.target)]
+            kind = type(module)
+            return kind is nn.Flatten or (kind in (nn.ReLU, nn.Dropout, layers.Drop) and _flattened(user, modules))
+        return _name(user) in _FLATTENS or (user.target in _RELU and _flattened(user, modules))
+
+    return bool(node.users) and all(map(ends, node.users))
 
 
 def _chain(node: fx.Node, modules: dict[str, nn.Module]) -> _Chain:

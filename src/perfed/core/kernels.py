@@ -3,9 +3,9 @@
 One layer is convolution, bias, ReLU and 2x2 pooling in one kernel; the network and the method are written for one
 client, and `vmap(grad(...))` reaches the rules at the end of this file with the whole block. Inside, images are
 channels-last [C, B, H, W, I] and weights taps-first [C, k*k*I, O], both padded to a multiple of four channels, so that
-loads are 16 bytes wide. Rows of a pooled product are (pooled position, place in its window): the pool is a maximum
-over groups of four rows of a tile. The gradient of the weights is summed over slices in a fixed order, without
-atomics, so equal runs give equal bits.
+loads are 16 bytes wide. A pooled layer takes four products, one for each place in the window, and pools them in its
+registers. The gradient of the weights is summed over slices in a fixed order, without atomics, so equal runs give
+equal bits.
 
 `layers.Conv` decides who comes here; everything else, and every machine without Triton, takes PyTorch's own path,
 which is also what the tests compare with.
@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +36,7 @@ class Layer(NamedTuple):
     padding: int = 0
     relu: bool = False
     pool: int = NONE
+    flat: bool = False  # whether a flattening comes next: then the output's channels come first, as PyTorch's do
 
     def outer(self, size: int) -> int:
         """Pixels along one side after the convolution."""
@@ -50,113 +50,142 @@ class Layer(NamedTuple):
 # ---------------------------------------------------------------------------------------------------- kernels
 
 
+@triton.jit
+def _patches(
+    x, base, off, iy, ix, ky, kx, ok,
+    DY: tl.constexpr, DX: tl.constexpr, H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """What the windows so many pixels below and beside these see: one row for each window, one column for each tap."""
+    inside = ok
+    if PAD > 0:
+        yy = iy[:, None] + (ky + DY)[None, :]
+        xx = ix[:, None] + (kx + DX)[None, :]
+        inside = inside & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
+    return tl.load(x + base[:, None] + (off + (DY * W + DX) * I)[None, :], mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["B"])
 def _forward(
     x, w, b, y, which, sw, sb, B,
     H: tl.constexpr, W: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
-    KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, RELU: tl.constexpr, POOL: tl.constexpr,
-    BIAS: tl.constexpr, WHICH: tl.constexpr, PREC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    REAL_O: tl.constexpr, KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, RELU: tl.constexpr,
+    POOL: tl.constexpr, FLAT: tl.constexpr, BIAS: tl.constexpr, WHICH: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(2).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     M = B * HP * WP
-    p = rows // 4 if POOL else rows
-    q = rows % 4
-    px = p % WP
-    t = p // WP
+    px = rows % WP
+    t = rows // WP
     py = t % HP
-    oy = 2 * py + q // 2 if POOL else py
-    ox = 2 * px + q % 2 if POOL else px
-    iy = oy * STRIDE - PAD
-    ix = ox * STRIDE - PAD
+    FAR: tl.constexpr = 2 * STRIDE if POOL else STRIDE
+    iy = py * FAR - PAD
+    ix = px * FAR - PAD
     base = ((t // HP * H + iy) * W + ix) * I
-    ok = p < M
+    ok = rows < M
     x += c * B * H * W * I
     w += c * sw
     K: tl.constexpr = KS * KS * I
     acc = tl.zeros((BM, BN), tl.float32)
+    if POOL:  # a product for each place in the window
+        acc1 = tl.zeros((BM, BN), tl.float32)
+        acc2 = tl.zeros((BM, BN), tl.float32)
+        acc3 = tl.zeros((BM, BN), tl.float32)
     for k0 in range(0, K, BK):
         kk = k0 + tl.arange(0, BK)
-        off = (kk // (KS * I)) * (W * I) + kk % (KS * I)
+        ky = kk // (KS * I)
+        kx = (kk // I) % KS
+        off = ky * (W * I) + kk % (KS * I)
         off = tl.max_contiguous(tl.multiple_of(off, 4), 4)
-        inside = ok[:, None] & (kk < K)[None, :]
-        if PAD > 0:
-            yy = iy[:, None] + (kk // (KS * I))[None, :]
-            xx = ix[:, None] + ((kk // I) % KS)[None, :]
-            inside = inside & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
-        xa = tl.load(x + base[:, None] + off[None, :], mask=inside, other=0.0)
+        real = ok[:, None] & (kk < K)[None, :]
         wa = tl.load(w + kk[:, None] * O + n[None, :], mask=(kk < K)[:, None] & (n < O)[None, :], other=0.0)
+        xa = _patches(x, base, off, iy, ix, ky, kx, real, 0, 0, H, W, I, PAD)
         acc = tl.dot(xa, wa, acc, input_precision=PREC)
+        if POOL:
+            xa = _patches(x, base, off, iy, ix, ky, kx, real, 0, STRIDE, H, W, I, PAD)
+            acc1 = tl.dot(xa, wa, acc1, input_precision=PREC)
+            xa = _patches(x, base, off, iy, ix, ky, kx, real, STRIDE, 0, H, W, I, PAD)
+            acc2 = tl.dot(xa, wa, acc2, input_precision=PREC)
+            xa = _patches(x, base, off, iy, ix, ky, kx, real, STRIDE, STRIDE, H, W, I, PAD)
+            acc3 = tl.dot(xa, wa, acc3, input_precision=PREC)
     if BIAS:  # noqa: SIM108
-        bias = tl.load(b + c * sb + n, mask=n < O, other=0.0)[None, :]
+        bias = tl.load(b + c * sb + n, mask=n < REAL_O, other=0.0)[None, :]
     else:
         bias = tl.zeros((1, BN), tl.float32)
-    if POOL == 0:
-        v = acc + bias
+    there = (c * M + rows)[:, None] * O + n[None, :]
+    m = ok[:, None] & (n < O)[None, :]
+    if POOL == 1:
+        v = tl.maximum(acc, acc1, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.maximum(v, acc2, propagate_nan=tl.PropagateNan.ALL)
+        v = tl.maximum(v, acc3, propagate_nan=tl.PropagateNan.ALL)
+        i = tl.where(acc == v, 0, tl.where(acc1 == v, 1, tl.where(acc2 == v, 2, 3)))
+        v = v + bias
         if RELU:
-            v = tl.where(v <= 0, 0.0, v)  # not a maximum: what is not a number must stay so
-        tl.store(y + (c * M + rows)[:, None] * O + n[None, :], v, mask=ok[:, None] & (n < O)[None, :])
-    else:
-        place = tl.program_id(0) * (BM // 4) + tl.arange(0, BM // 4)
-        out = (c * M + place)[:, None] * O + n[None, :]
-        m = (place < M)[:, None] & (n < O)[None, :]
-        four = tl.reshape(acc, (BM // 4, 4, BN))
-        if POOL == 1:
-            v, i = tl.max(four, axis=1, return_indices=True)
-            all_four = tl.sum(four, axis=1)
-            v = tl.where(all_four == all_four, v, all_four) + bias
-            if RELU:
-                i = tl.where(v > 0, i, 4)
-                v = tl.where(v <= 0, 0.0, v)
-            tl.store(y + out, v, mask=m)
+            i = tl.where(v > 0, i, 4)
+        if WHICH:
+            tl.store(which + there, i.to(tl.uint8), mask=m)
+    elif POOL == 2:
+        acc, acc1, acc2, acc3 = acc + bias, acc1 + bias, acc2 + bias, acc3 + bias
+        if RELU:
             if WHICH:
-                tl.store(which + out, i.to(tl.uint8), mask=m)
-        else:
-            four = four + bias[:, None, :]
-            if RELU:
-                bit = tl.exp2(tl.arange(0, 4).to(tl.float32))[None, :, None]
-                i = tl.sum(tl.where(four > 0, bit, 0.0), axis=1)
-                four = tl.where(four <= 0, 0.0, four)
-                if WHICH:
-                    tl.store(which + out, i.to(tl.uint8), mask=m)
-            tl.store(y + out, tl.sum(four, axis=1) * 0.25, mask=m)
+                i = tl.where(acc > 0, 1, 0) + tl.where(acc1 > 0, 2, 0)
+                i = i + tl.where(acc2 > 0, 4, 0) + tl.where(acc3 > 0, 8, 0)
+                tl.store(which + there, i.to(tl.uint8), mask=m)
+            acc, acc1 = tl.where(acc <= 0, 0.0, acc), tl.where(acc1 <= 0, 0.0, acc1)
+            acc2, acc3 = tl.where(acc2 <= 0, 0.0, acc2), tl.where(acc3 <= 0, 0.0, acc3)
+        v = (acc + acc1 + acc2 + acc3) * 0.25
+    else:
+        v = acc + bias
+    if RELU:
+        v = tl.where(v <= 0, 0.0, v)  # not a maximum: what is not a number must stay so
+    if FLAT:
+        place = ((c * B + t // HP)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
+        tl.store(y + place, v, mask=ok[:, None] & (n < REAL_O)[None, :])
+    else:
+        tl.store(y + there, v, mask=m)
 
 
 @triton.jit(do_not_specialize=["B"])
 def _before_pool(
     g, which, dense, turned, B,
-    HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, RELU: tl.constexpr,
-    POOL: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, REAL_O: tl.constexpr,
+    RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The gradient before ReLU and pool: dense [C, B, HO, WO, O], and turned [C, O, B*HO*WO] for the weights' product.
 
-    Without a pool `which` is the layer's output, whose sign says where ReLU was on.
+    Without a pool `which` is the layer's output, whose sign says where ReLU was on, and lies as the gradient does.
     """
     c = tl.program_id(1).to(tl.int64)
     M = B * HO * WO
     r = tl.program_id(0) * BP + tl.arange(0, BP)
     n = tl.arange(0, BN)
     m = (r < M)[:, None] & (n < O)[None, :]
-    if POOL == 0:
-        at = c * M * O + r[:, None] * O + n[None, :]
-        v = tl.load(g + at, mask=m, other=0.0)
-        if RELU:
-            v = tl.where(tl.load(which + at, mask=m, other=0.0) <= 0, 0.0, v)
+    ox = r % WO
+    t = r // WO
+    oy = t % HO
+    py = oy // 2 if POOL else oy
+    px = ox // 2 if POOL else ox
+    inside = m & (py < HP)[:, None] & (px < WP)[:, None]
+    last = ((t // HO * HP + py) * WP + px)[:, None] * O + n[None, :] + c * B * HP * WP * O
+    if FLAT:
+        at = ((c * B + t // HO)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
+        v = tl.load(g + at, mask=inside & (n < REAL_O)[None, :], other=0.0)
     else:
-        ox = r % WO
-        t = r // WO
-        oy = t % HO
-        inside = m & (oy < 2 * HP)[:, None] & (ox < 2 * WP)[:, None]
-        at = ((t // HO * HP + oy // 2) * WP + ox // 2)[:, None] * O + n[None, :] + c * B * HP * WP * O
-        q = ((oy % 2) * 2 + ox % 2)[:, None]
+        at = last
         v = tl.load(g + at, mask=inside, other=0.0)
+    if POOL == 0:
+        if RELU:
+            v = tl.where(tl.load(which + at, mask=inside & (n < REAL_O)[None, :], other=0.0) <= 0, 0.0, v)
+    else:
+        q = ((oy % 2) * 2 + ox % 2)[:, None]
         if POOL == 1:
-            v = tl.where(tl.load(which + at, mask=inside, other=4) == q, v, 0.0)
+            v = tl.where(tl.load(which + last, mask=inside, other=4) == q, v, 0.0)
         else:
             v = v * 0.25
             if RELU:
-                on = (tl.load(which + at, mask=inside, other=0).to(tl.int32) >> q) & 1
+                on = (tl.load(which + last, mask=inside, other=0).to(tl.int32) >> q) & 1
                 v = tl.where(on == 1, v, 0.0)
     if DENSE:
         tl.store(dense + c * M * O + r[:, None] * O + n[None, :], v, mask=m)
@@ -216,26 +245,42 @@ def _weight_grad(
 def _add_up(
     dw, db, w, b, C, SPLIT,
     I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr, TAPS: tl.constexpr,
-    BIAS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BIAS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """Slices of the weight gradient added in order, from taps first to PyTorch's [O, I, k, k]."""
     c = tl.program_id(1).to(tl.int64)
-    kk = tl.program_id(0) * BK + tl.arange(0, BK)
+    j = tl.program_id(0) * BJ + tl.arange(0, BJ)  # in the order in which they are written
     n = tl.arange(0, BN)
     K: tl.constexpr = TAPS * I
-    m = (kk < K)[:, None] & (n < O)[None, :]
-    acc = tl.zeros((BK, BN), tl.float32)
+    m = (j < REAL_I * TAPS)[:, None] & (n < O)[None, :]
+    kk = j % TAPS * I + j // TAPS
+    acc = tl.zeros((BJ, BN), tl.float32)
     for s in range(SPLIT):
         acc += tl.load(dw + (s * C + c) * K * O + kk[:, None] * O + n[None, :], mask=m, other=0.0)
-    i = kk % I
-    at = (n[None, :] * REAL_I + i[:, None]) * TAPS + (kk // I)[:, None]
-    tl.store(w + c * REAL_O * REAL_I * TAPS + at, acc, mask=m & (i < REAL_I)[:, None] & (n < REAL_O)[None, :])
+    at = n[None, :] * (REAL_I * TAPS) + j[:, None]
+    tl.store(w + c * REAL_O * REAL_I * TAPS + at, acc, mask=m & (n < REAL_O)[None, :])
     if BIAS:  # noqa: SIM102
         if tl.program_id(0) == 0:
             total = tl.zeros((BN,), tl.float32)
             for s in range(SPLIT):
                 total += tl.load(db + (s * C + c) * O + n, mask=n < O, other=0.0)
             tl.store(b + c * REAL_O + n, total, mask=n < REAL_O)
+
+
+@triton.jit
+def _arrange(
+    w, out, sw,
+    I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr, TAPS: tl.constexpr,
+    BN: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """The way back: weights [O, I, k, k] as taps [k*k*I, O], with zeros for the channels that are added."""
+    c = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BJ + tl.arange(0, BJ)
+    n = tl.arange(0, BN)
+    real = (j < REAL_I * TAPS)[:, None] & (n < REAL_O)[None, :]
+    v = tl.load(w + c * sw + n[None, :] * (REAL_I * TAPS) + j[:, None], mask=real, other=0.0)
+    kk = j % TAPS * I + j // TAPS
+    tl.store(out + c * TAPS * I * O + kk[:, None] * O + n[None, :], v, mask=(j < I * TAPS)[:, None] & (n < O)[None, :])
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -390,7 +435,8 @@ def channels_last(x: Tensor) -> Tensor:
     C, B, I, H, W = x.shape
     P = _up4(I)
     strides = (B * H * W * P, H * W * P, 1, W * P, P)
-    whole = P == I or (x.storage_offset() == 0 and x.untyped_storage().nbytes() == 4 * C * B * H * W * P)
+    size = x.element_size() * C * B * H * W * P
+    whole = P == I or (x.storage_offset() == 0 and x.untyped_storage().nbytes() == size)
     if x.stride() == strides and whole:  # what these kernels give, padding included
         return x.as_strided((C, B, H, W, P), (B * H * W * P, H * W * P, W * P, P, 1))
     out = x.new_zeros(C, B, H, W, P) if P != I else x.new_empty(C, B, H, W, P)
@@ -406,8 +452,12 @@ def channels_first(x: Tensor, channels: int) -> Tensor:
 def _taps(w: Tensor) -> Tensor:
     """[C, O, I, k, k] as [C, k*k*I', O']."""
     C, O, I, k, _ = w.shape
-    v = F.pad(w.permute(0, 3, 4, 2, 1), (0, -O % 4, 0, -I % 4))
-    return v.reshape(C, k * k * v.shape[3], v.shape[4]).contiguous()
+    if w.stride()[1:] != (I * k * k, k * k, k, 1):
+        w = w.contiguous()
+    P, Q, bj = _up4(I), _up4(O), 32
+    out = w.new_empty(C, k * k * P, Q)
+    _arrange[(triton.cdiv(k * k * P, bj), C)](w, out, w.stride(0), P, Q, I, O, k * k, _up2(Q), bj)
+    return out
 
 
 def _options(c: dict[str, int]) -> dict[str, int]:
@@ -422,25 +472,25 @@ def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tenso
     """The layer's output [C, B, O, HP, WP], what its gradient needs to know of the pool, and the weights as taps."""
     xl, wl = channels_last(x), _taps(w)
     C, B, H, W, I = xl.shape
-    O = wl.shape[2]
+    O, real = wl.shape[2], w.shape[1]
     HP, WP = layer.pooled(H), layer.pooled(W)
-    bl = wl if b is None else F.pad(b, (0, O - b.shape[1])).contiguous()
-    y = x.new_empty(C, B, HP, WP, O)
+    bl = wl if b is None else b if b.stride(1) == 1 else b.contiguous()
+    flat = layer.flat and (layer.relu or layer.pool != NONE)
+    y = x.new_empty(C, B, real, HP, WP) if flat else x.new_empty(C, B, HP, WP, O)
     noted = layer.pool == MAX or (layer.pool == AVG and layer.relu)
-    which = torch.empty_like(y, dtype=torch.uint8) if noted else y
-    rows = B * HP * WP * (4 if layer.pool else 1)
+    which = x.new_empty(C, B, HP, WP, O, dtype=torch.uint8) if noted else y
 
     def launch(c: dict[str, int]) -> tuning.Call:
-        bn = min(c["BN"], _up2(O))
-        grid = (triton.cdiv(rows, c["BM"]), triton.cdiv(O, bn), C)
+        bn, bm = min(c["BN"], _up2(O)), c["BM"] // (4 if layer.pool else 1)
+        grid = (triton.cdiv(B * HP * WP, bm), triton.cdiv(O, bn), C)
         args = (
-            xl, wl, bl, y, which, wl.stride(0), bl.stride(0), B, H, W, HP, WP, I, O, *layer,
-            b is not None, noted, _precision(), c["BM"], bn, c["BK"],
+            xl, wl, bl, y, which, wl.stride(0), bl.stride(0), B, H, W, HP, WP, I, O, real, layer.kernel, layer.stride,
+            layer.padding, layer.relu, layer.pool, flat, b is not None, noted, _precision(), bm, bn, c["BK"],
         )  # fmt: skip
         return tuning.Call(_forward, grid, args, _options(c))
 
     tuning.run("forward", (C, B, H, W, I, O, *layer, _precision()), launch, x.device)
-    return channels_first(y, w.shape[1]), channels_first(which, w.shape[1]) if noted else x.new_empty(C, 0), wl
+    return y if flat else channels_first(y, real), channels_first(which, real) if noted else x.new_empty(C, 0), wl
 
 
 def backward(
@@ -448,47 +498,44 @@ def backward(
     need: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of input (empty unless needed), weight and bias (empty without one); `wl` are the taps."""
-    xl, gl = channels_last(x), channels_last(g)
+    xl, (real_o, real_i) = channels_last(x), channels
     C, B, H, W, I = xl.shape
     O, k = wl.shape[2], layer.kernel
     HO, WO, HP, WP = layer.outer(H), layer.outer(W), layer.pooled(H), layer.pooled(W)
     plain = not layer.pool and not layer.relu
-    noted = channels_last(which if layer.pool and which.numel() else y)
+    flat = layer.flat and not plain
+    gl = g.contiguous() if flat else channels_last(g)
+    pooled = layer.pool and which.numel()
+    noted = channels_last(which) if pooled else y.contiguous() if flat else channels_last(y)
     turned = gl.new_empty(C, O, B * HO * WO)
     dense = gl if plain else gl.new_empty(C, B, HO, WO, O)
     bn = _up2(O)
     bp = max(16, 4096 // bn)
 
-    def dissolve(make_dense: bool, make_turned: bool) -> None:
-        _before_pool[(triton.cdiv(B * HO * WO, bp), C)](
-            gl, noted, dense, turned, B, HO, WO, HP, WP, O, layer.relu, layer.pool, make_dense, make_turned, bp, bn
-        )
-
     shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, _precision())
-    real_o, real_i = channels
     dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
     dw_all, db_all = {}, {}
 
     def weights(c: dict[str, int]) -> tuning.Call:
-        S = c["SPLIT"]
+        S, turn = c["SPLIT"], bool(c["TURNED"])
         if S not in dw_all:
             dw_all[S], db_all[S] = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
-        grid = (triton.cdiv(k * k * I, c["BK"]), S, C)
+        whole = (dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
+        add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, 32), C), whole, {})
         args = (
-            xl, turned if c["TURNED"] else dense, dw_all[S], db_all[S], B, S, H, W, HO, WO, I, O, k, layer.stride,
-            layer.padding, bias, _precision(), bool(c["TURNED"]), c["BM"], bn, c["BK"],
+            xl, turned if turn else dense, dw_all[S], db_all[S], B, S, H, W, HO, WO, I, O, k, layer.stride,
+            layer.padding, bias, _precision(), turn, c["BM"], bn, c["BK"],
         )  # fmt: skip
-        whole = (dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 16)
-        add = tuning.Call(_add_up, (triton.cdiv(k * k * I, 16), C), whole, {})
-        return tuning.Call(_weight_grad, grid, args, _options(c), add)
+        product = tuning.Call(_weight_grad, (triton.cdiv(k * k * I, c["BK"]), S, C), args, _options(c), add)
+        if plain and not turn:
+            return product
+        args = (
+            gl, noted, dense, turned, B, HO, WO, HP, WP, O, real_o, layer.relu, layer.pool, flat,
+            not plain and (need or not turn), turn, bp, bn,
+        )  # fmt: skip
+        return tuning.Call(_before_pool, (triton.cdiv(B * HO * WO, bp), C), args, {}, product)
 
-    if tuning.undecided("weights", shape, x.device):
-        dissolve(not plain, True)
-        tuning.decide("weights", shape, weights, x.device)
-    choice = tuning.choice("weights", shape, x.device)
-    if choice["TURNED"] or not plain:
-        dissolve(not plain and (need or not choice["TURNED"]), bool(choice["TURNED"]))
-    weights(choice)()
+    tuning.run("weights", (*shape, layer.relu, layer.pool, flat, need), weights, x.device)
     dx = g.new_empty(C, 0)
     if need:
         out = g.new_empty(C, B, H, W, I)
@@ -559,8 +606,8 @@ _LIBRARY.define("cross_entropy_grad(Tensor logits, Tensor y, Tensor g) -> Tensor
 
 
 def _layer(numbers: list[int]) -> Layer:
-    kernel, stride, padding, relu, pool = numbers
-    return Layer(kernel, stride, padding, bool(relu), pool)
+    kernel, stride, padding, relu, pool, flat = numbers
+    return Layer(kernel, stride, padding, bool(relu), pool, bool(flat))
 
 
 def _op_conv(x: Tensor, w: Tensor, b: Tensor | None, layer: list[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,15 +31,18 @@ class Norm(nn.Module):
         self.weighted = False  # whether this copy of the network is the one for weighted batches
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
+        channel, dims = (1, -1, *(1,) * (x.dim() - 2)), (0, *range(2, x.dim()))
+        if not self.training and not covered(x):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        if not self.training:  # by hand: PyTorch asks for a layout, which vmap cannot tell it
+            x = (x - self.running_mean.view(channel)) * (self.running_var.view(channel) + self.eps).rsqrt()
+            return x if self.weight is None else x * self.weight.view(channel) + self.bias.view(channel)
         per_sample = x[0, 0].numel()
         if not self.weighted and x.shape[0] * per_sample > 1:
             return F.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
             )
         # By hand: weights, or a single value per channel (which PyTorch refuses: a client with one sample trains).
-        channel, dims = (1, -1, *(1,) * (x.dim() - 2)), (0, *range(2, x.dim()))
         weight = self.samples if self.weighted else torch.ones_like(x[:, 0].reshape(x.shape[0], -1)[:, 0])
         share = weight.reshape(-1, *(1,) * (x.dim() - 1))
         count = weight.sum() * per_sample

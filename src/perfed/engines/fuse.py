@@ -3,8 +3,9 @@
 A method writes theta - lr * (g + lam * (theta - w)); run as it stands, each sign is a pass over all clients' models
 through the GPU's memory, and those passes cost more than the network. `trace` records the step's operations once
 (make_fx), joins runs of element-wise operations into one generated Triton kernel each, takes row sums along, and lets
-the kernel read a gradient from its pieces instead of joining them first. Where an output may overwrite the input it
-came from, it does. All other operations run as they are.
+the kernel read a gradient from its pieces instead of joining them first, or work out the largest of them, the matrix
+products, where it needs them. Where an output may overwrite the input it came from, it does. All other operations run
+as they are.
 """
 
 # Kernels are called through brackets with plain numbers, and arguments of a traced node can be anything.
@@ -13,12 +14,13 @@ came from, it does. All other operations run as they are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import linecache
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +54,8 @@ _FILLED = {aten.zeros_like.default: "0.0", aten.ones_like.default: "1.0"}
 _WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _LARGE = 4096  # row sums of at least this many numbers are taken along
 _BLOCK = 512
+_TILE = (32, 128)  # of a matrix product
+_DEPTH = 128  # terms of a product that is worked out where it is needed; a longer one is left to the library
 
 
 def trace(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Program:
@@ -232,17 +236,6 @@ class Cluster:
         """What is joined; an empty piece may have another number of dimensions, and is none."""
         return [] if self.joined is None else [p for p in self.joined.args[0] if len(_shape(p)) == 2]
 
-    @property
-    def rate(self) -> float | None:
-        """The number c where all the cluster does is add c times the joined pieces to one argument."""
-        if len(self.nodes) != 1 or self.joined is None or self.sums or len(self.inputs) != 1:
-            return None
-        (node,) = self.nodes
-        sign = {aten.sub.Tensor: -1.0, aten.add.Tensor: 1.0}.get(node.target)
-        if sign is None or node.args[0] is not self.inputs[0] or node.args[1] is not self.joined:
-            return None
-        return sign * float(node.kwargs.get("alpha", 1))
-
 
 class Program:
     """Operations in order, some of them joined."""
@@ -255,14 +248,14 @@ class Program:
         todo = [n for n in graph.nodes if n.op == "call_function" and n not in self.fixed]
         self.items = _schedule(todo, set(self.results))
         for item in self.items:
-            if isinstance(item, Cluster) and item.rate is not None:
-                self._add_in_place(item)
+            if isinstance(item, Cluster):
+                self._take_products(item)
         self.last_use = self._last_uses()
         self.safe = self._overwritable()
+        self.ahead = self._ahead()
 
-    def _add_in_place(self, cluster: Cluster) -> None:
-        """Let large matrix products be added where they belong: a gradient that only moves theta is never written."""
-        length = cluster.shape[1]
+    def _take_products(self, cluster: Cluster) -> None:
+        """Let the kernel work out large matrix products: a gradient that only moves theta is never written."""
         for piece in cluster.pieces:
             chain = [piece]
             while _is_view(chain[-1]) and len(chain[-1].users) == 1 and chain[-1].all_input_nodes:
@@ -272,12 +265,9 @@ class Program:
             if product.target is not aten.bmm.default or len(product.users) != 1 or not isinstance(kind, Kind):
                 continue
             # Views that end in rows without gaps, of a product without gaps: the same numbers in the same order.
-            plain = kind.stride == (kind.shape[1], 1) and made.stride == (
-                made.shape[1] * made.shape[2],
-                made.shape[2],
-                1,
-            )
-            if plain and kind.shape[1] * 8 > length:
+            (_, m, n), depth = made.shape, _shape(product.args[0])[2]
+            plain = kind.stride == (kind.shape[1], 1) and made.stride == (m * n, n, 1)
+            if plain and kind.dtype == torch.float32 and 0 < depth <= _DEPTH and _large(piece, cluster):
                 cluster.products[piece] = product
                 self.items = [item for item in self.items if item not in chain]
 
@@ -301,16 +291,21 @@ class Program:
                 out[at].append(node)
         return out
 
-    def _overwritable(self) -> dict[fx.Node, int]:
-        """Results of a kernel after which nobody looks at argument k any more (not through a view either)."""
+    def _roots(self) -> dict[fx.Node, fx.Node]:
+        """What each view is a view of."""
         root: dict[fx.Node, fx.Node] = {}
-        last: dict[fx.Node, int] = {}
-        for at, item in enumerate(self.items):
-            for node in self._reads(item):
-                last[root.get(node, node)] = at
+        for item in self.items:
             if isinstance(item, fx.Node) and item.all_input_nodes and _is_view(item):
                 source = item.all_input_nodes[0]
                 root[item] = root.get(source, source)
+        return root
+
+    def _overwritable(self) -> dict[fx.Node, int]:
+        """Results of a kernel after which nobody looks at argument k any more (not through a view either)."""
+        root, last = self._roots(), {}
+        for at, item in enumerate(self.items):
+            for node in self._reads(item):
+                last[root.get(node, node)] = at
         old = lambda k, r: root.get(r, r) in self.holders and r is not self.holders[k]
         self.borrowed = {k for k, r in enumerate(self.results) if k >= len(self.holders) or old(k, r)}
         safe: dict[fx.Node, int] = {}
@@ -330,13 +325,46 @@ class Program:
                             safe[node] = k
         return safe
 
+    def _ahead(self) -> dict[int, list[Cluster]]:
+        """Before which item the products of a cluster may already be added, beside everything that follows.
+
+        Moving all clients' numbers waits for the memory, the gradients of the layers before for the arithmetic: a GPU
+        does both at once. Everything is there by then, and what is overwritten is read by nobody else any more.
+        """
+        root = self._roots()
+        made = {n: at for at, item in enumerate(self.items) for n in _makes(item)}
+        found: dict[int, list[Cluster]] = {}
+        for at, item in enumerate(self.items):
+            if not isinstance(item, Cluster) or not item.products or item.sums:
+                continue
+            if not all(n in self.safe for n in item.outputs):
+                continue
+            factors = [n for product in item.products.values() for n in product.all_input_nodes]
+            first = 1 + max(made.get(n, -1) for n in [*item.inputs, *factors])
+            over = {self.holders[self.safe[n]] for n in item.outputs}
+            for earlier, other in enumerate(self.items[:at]):
+                if any(root.get(n, n) in over for n in self._reads(other)):
+                    first = max(first, earlier + 1)
+            if first < at:
+                found.setdefault(first, []).append(item)
+        return found
+
     def __call__(self, *args: Tensor, into: Sequence[Tensor] = ()) -> list[Tensor]:
         """The results; result k is written into `into[k]`, which may be argument k itself, where one is given."""
         env: dict[Any, Any] = dict(zip(self.holders, args, strict=True)) | self.fixed
-        for item, done in zip(self.items, self.last_use, strict=True):
+        beside = _Beside()
+        for at, (item, done) in enumerate(zip(self.items, self.last_use, strict=True)):
+            for cluster in self.ahead.get(at, ()):
+                place = self._place(cluster, into)
+                if len(place) == len(cluster.outputs):
+                    beside.begun.add(cluster)
+                    with beside(into[0]):
+                        _launch(cluster, env, place, "products")
             if isinstance(item, Cluster):
-                place = {n: into[k] for n, k in self.safe.items() if k < len(into) and n in item.outputs}
-                _launch(item, env, place)
+                begun = item in beside.begun
+                if begun:
+                    beside.join()
+                _launch(item, env, self._place(item, into), "rest" if begun else "all")
             else:
                 get = lambda n: env[n]
                 env[item] = item.target(*map_arg(item.args, get), **map_arg(item.kwargs, get))
@@ -349,6 +377,35 @@ class Program:
             if out[k] is not target:
                 target.copy_(out[k])
         return [*into, *out[len(into) :]]
+
+    def _place(self, cluster: Cluster, into: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
+        return {n: into[k] for n, k in self.safe.items() if k < len(into) and n in cluster.outputs}
+
+
+def _makes(item: fx.Node | Cluster) -> list[fx.Node]:
+    return [item] if isinstance(item, fx.Node) else [*item.outputs, *item.sums]
+
+
+class _Beside:
+    """A second queue of a GPU, for what nobody waits for; elsewhere the same one after another."""
+
+    def __init__(self) -> None:
+        self.begun: set[Cluster] = set()
+        self.queue: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, some: Tensor) -> Iterator[None]:
+        if not some.is_cuda:
+            yield
+            return
+        self.queue = self.queue or torch.cuda.Stream(some.device)  # of low priority: see `Loop.record`
+        self.queue.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.queue):
+            yield
+
+    def join(self) -> None:
+        if self.queue is not None:
+            torch.cuda.current_stream().wait_stream(self.queue)
 
 
 def _held(graph: fx.Graph, node: fx.Node) -> Any:
@@ -480,8 +537,8 @@ def _sorted(members: dict[int, list[fx.Node]], after: Callable[[int], set[int]])
 # ---------------------------------------------------------------------------------------------------- kernels
 
 
-def _launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor]) -> None:
-    """Run a cluster: outputs go to `place` where it names one, else to new memory."""
+def _launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor], part: str = "all") -> None:
+    """Run a cluster, or only its products or the rest: outputs go to `place` where it names one, else to new memory."""
     some = env[cluster.inputs[0]] if cluster.inputs else env[cluster.pieces[0]]
     width = cluster.shape
     out = {n: place[n] if n in place else _room(_value(n), some.device) for n in cluster.outputs}
@@ -491,8 +548,9 @@ def _launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor])
     if cluster.joined is None and not cluster.sums:
         _run_flat(cluster, given, into)
     else:
-        _run_rows(cluster, given, into, env, some.device)
-    env.update(out)
+        _run_rows(cluster, given, into, env, some.device, part)
+    if part != "products":
+        env.update(out)
 
 
 def _room(like: Kind, device: torch.device) -> Tensor:
@@ -500,16 +558,30 @@ def _room(like: Kind, device: torch.device) -> Tensor:
     return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
 
 
-def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], device: torch.device) -> None:
+class _Segment(NamedTuple):
+    """Columns of a row that one launch works on."""
+
+    begin: int
+    end: int
+    piece: Tensor | None = None  # the part of the concatenation that lies here
+    product: tuple[Tensor, Tensor] | None = None  # or the factors whose product it is
+
+    @property
+    def blocks(self) -> int:
+        if self.product is None:
+            return triton.cdiv(self.end - self.begin, _BLOCK)
+        a, b = self.product
+        return triton.cdiv(a.shape[1], _TILE[0]) * triton.cdiv(b.shape[2], _TILE[1])
+
+
+def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], device: torch.device, part: str) -> None:
     """Rows one by one, in segments where an input is a concatenation."""
     rows, length = cluster.shape
-    segments: list[tuple[int, int, Tensor | None]] = [(0, length, None)]
-    if cluster.joined is not None:
-        segments = _segments(cluster.pieces, cluster.products, env, length)
-    blocks = [triton.cdiv(end - begin, _BLOCK) for begin, end, _ in segments]
-    sums = {n: torch.empty(rows, sum(blocks), dtype=_sum_kind(n), device=device) for n in cluster.sums}
+    segments = [_Segment(0, length)] if cluster.joined is None else _segments(cluster, env, part)
+    blocks = sum(s.blocks for s in segments)
+    sums = {n: torch.empty(rows, blocks, dtype=_sum_kind(n), device=device) for n in cluster.sums}
     first = 0
-    for (begin, end, piece), count in zip(segments, blocks, strict=True):
+    for begin, end, piece, product in segments:
         tensors = {n: _side_by_side(t[:, begin:end]) for n, t in given.items()}
         if piece is not None:
             tensors[cluster.joined] = _side_by_side(piece)
@@ -519,13 +591,19 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], de
             how, stride = _row_place(t)
             places.append(how)
             numbers.append(stride)
-        kernel = _kernel(cluster, tuple(tensors), tuple(targets), tuple(places), rows=True)
+        kernel = _kernel(
+            cluster, tuple(tensors), tuple(targets), tuple(places), "rows" if product is None else "product"
+        )
         pointers = [*tensors.values(), *targets.values(), *sums.values()]
-        kernel[(count, rows)](*pointers, *numbers, end - begin, sum(blocks), first, BLOCK=_BLOCK)
+        count = _Segment(begin, end, piece, product).blocks
+        if product is None:
+            kernel[(count, rows)](*pointers, *numbers, blocks, first, end - begin, BLOCK=_BLOCK)
+        else:
+            a, b = product
+            sizes = (a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride())
+            exact = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+            kernel[(count, rows)](*pointers, *numbers, blocks, first, a, b, *sizes, *_TILE, 16, exact)
         first += count
-    if cluster.products:
-        (target,), (source,) = into.values(), given.values()
-        _add_products(cluster, env, target, source)
     for n, parts in sums.items():
         total = parts.sum(1)
         env[n] = total[:, None] if len(n.args) > 2 and n.args[2] else total
@@ -535,46 +613,36 @@ def _sum_kind(node: fx.Node) -> torch.dtype:
     return node.kwargs.get("dtype") or _value(node.args[0]).dtype  # pyright: ignore
 
 
-def _segments(
-    pieces: Sequence[fx.Node], products: dict[fx.Node, fx.Node], env: dict[Any, Any], length: int
-) -> list[tuple[int, int, Tensor | None]]:
-    """(begin, end, piece): large pieces stand alone, neighbours that are small are joined after all."""
-    out: list[tuple[int, int, Tensor | None]] = []
+def _large(piece: fx.Node, cluster: Cluster) -> bool:
+    return _shape(piece)[1] * 8 > cluster.shape[1]
+
+
+def _segments(cluster: Cluster, env: dict[Any, Any], part: str) -> list[_Segment]:
+    """Large pieces stand alone, neighbours that are small are joined after all."""
+    out: list[_Segment] = []
     waiting: list[Tensor] = []
     at = 0
 
     def flush(end: int) -> None:
         if waiting:
             whole = waiting[0] if len(waiting) == 1 else torch.cat(waiting, 1)
-            out.append((end - whole.shape[1], end, whole))
+            out.append(_Segment(end - whole.shape[1], end, whole))
             waiting.clear()
 
-    for node in pieces:
+    for node in cluster.pieces:
         size = _shape(node)[1]
-        if size * 8 > length:
+        if _large(node, cluster):
             flush(at)
-            if node not in products:
-                out.append((at, at + size, env[node]))
-        else:
+            if node in cluster.products and part != "rest":
+                a, b = (env[n] for n in cluster.products[node].args)
+                out.append(_Segment(at, at + size, product=(a, b)))
+            elif node not in cluster.products and part != "products":
+                out.append(_Segment(at, at + size, env[node]))
+        elif part != "products":
             waiting.append(env[node])
         at += size
     flush(at)
     return out
-
-
-def _add_products(cluster: Cluster, env: dict[Any, Any], target: Tensor, source: Tensor) -> None:
-    """Target = source + rate * product, for the columns of each product."""
-    at = 0
-    for node in cluster.pieces:
-        size = _shape(node)[1]
-        if node in cluster.products:
-            product = cluster.products[node]
-            place = target[:, at : at + size]
-            if source is not target:
-                place.copy_(source[:, at : at + size])
-            a, b = (env[n] for n in product.args)
-            place.unflatten(1, _shape(product)[1:]).baddbmm_(a, b, alpha=cluster.rate)
-        at += size
 
 
 def _row_place(t: Tensor) -> tuple[str, int]:
@@ -609,7 +677,7 @@ def _run_flat(cluster: Cluster, given: dict, into: dict) -> None:
                 terms.append(f"i{d} * {{s{len(numbers)}}}")
                 numbers.append(s)
         places.append(" + ".join(terms) or "0")
-    kernel = _kernel(cluster, tuple(given), tuple(into), tuple(places), rows=False, dims=len(sizes))
+    kernel = _kernel(cluster, tuple(given), tuple(into), tuple(places), "flat", dims=len(sizes))
     total = functools.reduce(operator.mul, sizes, 1)
     kernel[(triton.cdiv(total, _BLOCK),)](*tensors, *numbers, total, BLOCK=_BLOCK)
 
@@ -636,24 +704,44 @@ def _merge(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list
 _kernels: dict[str, Any] = {}
 
 
-def _kernel(
-    cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, ...], *, rows: bool, dims: int = 0
-) -> Any:
-    """The compiled kernel of a cluster for tensors that lie like this."""
+_PRODUCT = """\
+row = tl.program_id(1).to(tl.int64)
+across = tl.cdiv(n, BN)
+i = tl.program_id(0) // across * BM + tl.arange(0, BM)
+j = tl.program_id(0) % across * BN + tl.arange(0, BN)
+g = tl.zeros((BM, BN), tl.float32)
+for k0 in range(0, depth, BK):
+    k = k0 + tl.arange(0, BK)
+    left, right = row * a0 + i[:, None] * a1 + k[None, :] * a2, row * b0 + k[:, None] * b1 + j[None, :] * b2
+    left = tl.load(a + left, mask=(i < m)[:, None] & (k < depth)[None, :], other=0)
+    right = tl.load(b + right, mask=(k < depth)[:, None] & (j < n)[None, :], other=0)
+    g = tl.dot(left, right, g, input_precision=PREC)
+col = i[:, None] * n + j[None, :]
+ok = (i < m)[:, None] & (j < n)[None, :]"""  # fmt: skip
+
+
+def _kernel(cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, ...], kind: str, dims: int = 0) -> Any:
+    """The compiled kernel of a cluster for tensors that lie like this; `kind` is flat, rows or product."""
     tensors = [f"p{k}" for k in range(len(inputs))] + [f"q{k}" for k in range(len(outputs))]
     sums = [f"z{k}" for k in range(len(cluster.sums))]
     lines = []
-    if rows:
+    if kind != "flat":
         numbers = [f"s{k}" for k in range(len(tensors))]
         places = tuple(p.format(s=f"s{k}") for k, p in enumerate(places))
-        names = [*tensors, *sums, *numbers, "N", "Z", "z_first"]
+        names = [*tensors, *sums, *numbers, "Z", "z_first"]
+    if kind == "rows":
+        names += ["N", "BLOCK: tl.constexpr"]
         lines += ["row = tl.program_id(1).to(tl.int64)", "col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"]
         lines += ["ok = col < N"]
+    elif kind == "product":
+        names += ["a", "b", "m", "n", "depth", *(f"{t}{d}" for t in "ab" for d in range(3))]
+        names += [f"{word}: tl.constexpr" for word in ("BM", "BN", "BK", "PREC")]
+        lines += _PRODUCT.splitlines()
     else:
         highest = max((int(w.split("}")[0]) for p in places for w in p.split("{s")[1:]), default=dims - 2)
         numbers = [f"s{k}" for k in range(max(highest + 1, dims - 1))]
         places = tuple(p.replace("{", "").replace("}", "") for p in places)
-        names = [*tensors, *numbers, "N"]
+        names = [*tensors, *numbers, "N", "BLOCK: tl.constexpr"]
         lines += ["at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "ok = at < N"]
         for d in range(dims - 1, 0, -1):
             lines += [f"i{d} = at % s{d - 1}", f"at = at // s{d - 1}"]
@@ -665,6 +753,8 @@ def _kernel(
         masked = ", mask=ok, other=0" if "col" in places[k] or "i" in places[k] else ""  # else one number for all
         lines.append(f"v{k} = tl.load(p{k} + {places[k]}{masked}){truth}")
         value[node] = f"v{k}"
+    if kind == "product":
+        value[cluster.joined] = "g"
     for k, node in enumerate(cluster.nodes):
         # Named by its kind: Triton compares with numbers of single precision otherwise.
         tensors = [a for a in node.all_input_nodes if _constant(a) is None]
@@ -682,8 +772,9 @@ def _kernel(
         lines.append(f"tl.store(q{k} + {places[len(inputs) + k]}, {result}, mask=ok)")
     for k, node in enumerate(cluster.sums):
         term = f"tl.where(ok, {value[node.args[0]]}, 0.0).to({kinds[_sum_kind(node)]})"
-        lines.append(f"tl.store(z{k} + row * Z + z_first + tl.program_id(0), tl.sum({term}, axis=0))")
-    source = f"def fused({', '.join(names)}, BLOCK: tl.constexpr):\n" + "".join(f"    {line}\n" for line in lines)
+        whole = f"tl.reshape({term}, (BM * BN,))" if kind == "product" else term
+        lines.append(f"tl.store(z{k} + row * Z + z_first + tl.program_id(0), tl.sum({whole}, axis=0))")
+    source = f"def fused({', '.join(names)}):\n" + "".join(f"    {line}\n" for line in lines)
     if source not in _kernels:
         _kernels[source] = _jit(source)
     return _kernels[source]

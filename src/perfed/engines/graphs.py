@@ -26,6 +26,9 @@ from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
 from perfed.engines.fuse import Program, Rows, record
 
+MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step is not much longer
+WORTH = 512  # steps of a number of rows after which it does
+
 Body = Callable[..., tuple[Tensor, ...]]  # (x, y, weight, key) for each draw, then carry, then given -> carry
 
 
@@ -79,9 +82,10 @@ class Loop:
     start: Tensor  # [rows]
     at: Tensor  # the step, one number
     pool: Any
-    graphs: dict[int, torch.cuda.CUDAGraph | Again] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | Again] = field(default_factory=dict)  # by rows and steps
+    replayed: dict[int, int] = field(default_factory=dict)  # steps by rows
     steps: Rows | None = None  # the step for any number of rows
-    programs: list[Program] = field(default_factory=list)  # a graph reads their constants at their addresses
+    programs: dict[int, Program] = field(default_factory=dict)  # by rows; graphs read their constants
 
     @classmethod
     def make(
@@ -190,10 +194,12 @@ class Loop:
         end = len(tensors) - len(self.given)
         return self.body(*tensors[cut:end], *tensors[:cut], *tensors[end:])
 
-    def record(self, width: int) -> None:
-        """Make the graph of this number of rows."""
-        program = self._program(width)
-        self.programs.append(program)
+    def record(self, width: int, steps: int) -> None:
+        """Make the graph of this number of rows and steps."""
+        known = width in self.programs
+        if not known:
+            self.programs[width] = self._program(width)
+        program = self.programs[width]
 
         def once(carry: list[Tensor]) -> None:
             batches, given = self._inputs(width)
@@ -201,22 +207,25 @@ class Loop:
 
         carry = [c[:width] for c in self.carry]
 
-        def step() -> None:
-            once(carry)
-            self.at.add_(1)
+        def run() -> None:
+            for _ in range(steps):
+                once(carry)
+                self.at.add_(1)
 
         if not self.at.is_cuda:  # nothing to record on: the same without a graph
-            self.graphs[width] = Again(step)
+            self.graphs[width, steps] = Again(run)
             return
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            once([c.clone() for c in carry])  # everything is compiled and tuned before it is recorded
-        torch.cuda.current_stream().wait_stream(side)
+        if not known:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                once([c.clone() for c in carry])  # everything is compiled and tuned before it is recorded
+            torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            step()
-        self.graphs[width] = graph
+        # Of high priority: what runs beside it (see `Program`) takes what it leaves free.
+        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.Stream(priority=-1)):
+            run()
+        self.graphs[width, steps] = graph
 
 
 @dataclass
@@ -237,10 +246,16 @@ class Recorder:
 
     def run(self, loop: Loop, width: int, steps: int) -> None:
         """So many steps of the first rows."""
-        if width not in loop.graphs:
+        done = loop.replayed.get(width, 0)
+        loop.replayed[width] = done + steps
+        for size in (MANY, 1) if done >= WORTH else (1,):
+            while steps >= size:
+                self._graph(loop, width, size).replay()
+                steps -= size
+
+    def _graph(self, loop: Loop, width: int, steps: int) -> torch.cuda.CUDAGraph | Again:
+        if (width, steps) not in loop.graphs:
             began = time.monotonic()
-            loop.record(width)
+            loop.record(width, steps)
             self.seconds += time.monotonic() - began
-        graph = loop.graphs[width]
-        for _ in range(steps):
-            graph.replay()
+        return loop.graphs[width, steps]
