@@ -1,12 +1,14 @@
 """The kernels for whole cohorts against PyTorch's own layers in double precision; without a GPU, interpreted."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from perfed.core.data import step_key
-from perfed.core.random import derive
+from perfed.core.random import GOLDEN, _mix, derive
 from perfed.core.random import uniform as reference_uniform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
@@ -181,6 +183,21 @@ def test_uniform_draws_the_same_bits(count):
     expected = torch.stack([reference_uniform(derive(k, 5, 2), (count,)) for k in key])
     assert torch.equal(found, expected)
     assert count == 1 or 0.45 < found.mean() < 0.55
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (40, 60)])
+def test_the_hash_is_that_of_the_plain_path(shape):
+    z = torch.arange(math.prod(shape)).reshape(shape) * GOLDEN
+    assert torch.equal(kernels.mix(z.to(DEVICE)).cpu(), _mix(z))
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (1100,), (0,)])
+def test_one_row_for_all(shape):
+    row, place = normal(*shape), torch.zeros(3, *shape, device=DEVICE)
+    kernels.fill(place, row.expand(3, *shape))
+    assert torch.equal(place, row.expand(3, *shape))
+    kernels._repeat[(2, 3)](row, place.zero_(), row.numel(), 1024)
+    assert torch.equal(place, row.expand(3, *shape))
 
 
 def test_step_keys_are_those_of_the_plain_loop():

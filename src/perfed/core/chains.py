@@ -203,7 +203,7 @@ class _Chain(NamedTuple):
     tail: tuple[fx.Node, ...] = ()  # the nodes after the convolution that it swallows
 
 
-def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, Conv]:
     """Shorten the graph; returns the chain that replaces each convolution."""
     calls: dict[nn.Module, list[fx.Node]] = {}
     inside: set[nn.Module] = set()  # of modules that are called as a whole: other code uses these too
@@ -212,7 +212,7 @@ def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, nn.
             module = modules[node.target]
             calls.setdefault(module, []).append(node)
             inside.update(m for m in module.modules() if m is not module)
-    made: dict[nn.Module, nn.Module] = {}
+    made: dict[nn.Module, Conv] = {}
     for module, nodes in calls.items():
         if not _known(module) or module in inside or any(len(n.args) != 1 or n.kwargs for n in nodes):
             continue

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 _on = False
 
@@ -26,3 +28,14 @@ def fast() -> Iterator[None]:
 def covered(*tensors: Tensor) -> bool:
     """Whether the cohort's kernels may be used for these: a block of float32 numbers, in a fast engine."""
     return _on and tensors[0].dtype == torch.float32 and any(map(is_functorch_wrapped_tensor, tensors))
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether there is a compiler for kernels."""
+    return find_spec("triton") is not None
+
+
+def kernels_run() -> bool:
+    """Whether a kernel may be launched on a tensor as it is: nobody traces, batches or differentiates here."""
+    return not torch.compiler.is_compiling() and peek_interpreter_stack() is None and has_triton()

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from perfed.core.fast import has_triton
 from perfed.core.tree import leaves, tree_map
 
 AT_ONCE = 1 << 26  # numbers that a sum on a GPU holds in float64 at a time
@@ -74,7 +74,7 @@ def _sums(share: Tensor, stacked: Tensor) -> Tensor:
 
 def _products(share: Tensor, stacked: Tensor) -> Tensor:
     """The same on a GPU: one kernel of our own, or matrix products over some columns at a time."""
-    if find_spec("triton") is not None:
+    if has_triton():
         from perfed.core import kernels
 
         return kernels.weighted_sum(stacked, share)

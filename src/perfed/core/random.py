@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from perfed.core.fast import kernels_run
+
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
 # Purposes: the first part of a key, so that two uses never share a stream.
@@ -20,6 +22,10 @@ COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 
 
 
 def _mix(z: Tensor) -> Tensor:
+    if z.is_cuda and z.numel() and kernels_run():
+        from perfed.core import kernels
+
+        return kernels.mix(z)  # nine small kernels otherwise
     # Python's >> on int64 keeps the sign; the masks make it the unsigned shift of splitmix64.
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -569,9 +569,9 @@ class _Segment(NamedTuple):
     @property
     def blocks(self) -> int:
         if self.product is None:
-            return triton.cdiv(self.end - self.begin, _BLOCK)
+            return -(-(self.end - self.begin) // _BLOCK)
         a, b = self.product
-        return triton.cdiv(a.shape[1], _TILE[0]) * triton.cdiv(b.shape[2], _TILE[1])
+        return -(-a.shape[1] // _TILE[0]) * -(-b.shape[2] // _TILE[1])
 
 
 def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], device: torch.device, part: str) -> None:
@@ -704,6 +704,14 @@ def _merge(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list
 _kernels: dict[str, Any] = {}
 
 
+_ROWS_NAMES = ["N", "BLOCK: tl.constexpr"]
+_ROWS = """\
+row = tl.program_id(1).to(tl.int64)
+col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+ok = col < N"""
+
+_PRODUCT_NAMES = ["a", "b", "m", "n", "depth", "a0", "a1", "a2", "b0", "b1", "b2"]
+_PRODUCT_NAMES += [f"{word}: tl.constexpr" for word in ("BM", "BN", "BK", "PREC")]
 _PRODUCT = """\
 row = tl.program_id(1).to(tl.int64)
 across = tl.cdiv(n, BN)
@@ -724,28 +732,20 @@ def _kernel(cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, 
     """The compiled kernel of a cluster for tensors that lie like this; `kind` is flat, rows or product."""
     tensors = [f"p{k}" for k in range(len(inputs))] + [f"q{k}" for k in range(len(outputs))]
     sums = [f"z{k}" for k in range(len(cluster.sums))]
-    lines = []
-    if kind != "flat":
-        numbers = [f"s{k}" for k in range(len(tensors))]
-        places = tuple(p.format(s=f"s{k}") for k, p in enumerate(places))
-        names = [*tensors, *sums, *numbers, "Z", "z_first"]
-    if kind == "rows":
-        names += ["N", "BLOCK: tl.constexpr"]
-        lines += ["row = tl.program_id(1).to(tl.int64)", "col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)"]
-        lines += ["ok = col < N"]
-    elif kind == "product":
-        names += ["a", "b", "m", "n", "depth", *(f"{t}{d}" for t in "ab" for d in range(3))]
-        names += [f"{word}: tl.constexpr" for word in ("BM", "BN", "BK", "PREC")]
-        lines += _PRODUCT.splitlines()
-    else:
+    if kind == "flat":
         highest = max((int(w.split("}")[0]) for p in places for w in p.split("{s")[1:]), default=dims - 2)
         numbers = [f"s{k}" for k in range(max(highest + 1, dims - 1))]
         places = tuple(p.replace("{", "").replace("}", "") for p in places)
         names = [*tensors, *numbers, "N", "BLOCK: tl.constexpr"]
-        lines += ["at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "ok = at < N"]
+        lines = ["at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "ok = at < N"]
         for d in range(dims - 1, 0, -1):
             lines += [f"i{d} = at % s{d - 1}", f"at = at // s{d - 1}"]
         lines += ["i0 = at"]
+    else:
+        places = tuple(p.format(s=f"s{k}") for k, p in enumerate(places))
+        names = [*tensors, *sums, *(f"s{k}" for k in range(len(tensors))), "Z", "z_first"]
+        lines = (_ROWS if kind == "rows" else _PRODUCT).splitlines()
+        names += _ROWS_NAMES if kind == "rows" else _PRODUCT_NAMES
     value: dict[fx.Node, str] = {}
     kinds = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
     for k, node in enumerate(inputs):

@@ -120,7 +120,7 @@ class Loop:
         carry = [c[:rows] for c in self.carry]
         given = [g[:rows] if b else g for g, b in zip(self.given, self.batched, strict=True)]
         for place, tensor in zip([*carry, *given], inside, strict=True):
-            place.copy_(tensor)
+            kernels.fill(place, tensor)
         for table, found, key, fresh in zip(self.tables, index, self.keys, keys, strict=True):
             _, steps, slots = found.shape
             table[:rows, :steps, :slots] = found
