@@ -26,8 +26,9 @@ from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
 from perfed.engines.fuse import Program, Rows, record
 
-MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step is not much longer
+MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step not much longer
 WORTH = 512  # steps of a number of rows after which it does
+SMALL = 1 << 20  # numbers that all rows of a small step carry
 
 Body = Callable[..., tuple[Tensor, ...]]  # (x, y, weight, key) for each draw, then carry, then given -> carry
 
@@ -248,7 +249,8 @@ class Recorder:
         """So many steps of the first rows."""
         done = loop.replayed.get(width, 0)
         loop.replayed[width] = done + steps
-        for size in (MANY, 1) if done >= WORTH else (1,):
+        small = sum(c[:width].numel() for c in loop.carry) <= SMALL
+        for size in (MANY, 1) if small and done >= WORTH else (1,):
             while steps >= size:
                 self._graph(loop, width, size).replay()
                 steps -= size
