@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,3 +29,49 @@ def model():
 @pytest.fixture
 def norm_model():
     return Model(norm_net, dtype=torch.float64)
+
+
+@pytest.fixture
+def within_arguments():
+    """No kernel may look outside its arguments: a GPU says so at best, the interpreter never."""
+    if torch.cuda.is_available():  # they are compiled: `compute-sanitizer` does it there
+        yield
+        return
+    from triton.runtime import interpreter
+
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, begin = builder.create_masked_load, builder.create_masked_store, executor._init_args_hst
+    ranges: list[tuple[int, int]] = []
+
+    def check(ptrs, mask):
+        where = np.asarray(ptrs.data, dtype=np.uint64)[np.asarray(mask.data, dtype=bool)]
+        size = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+        inside = np.zeros(where.shape, dtype=bool)
+        for first, end in ranges:
+            inside |= (where >= first) & (where + size <= end)
+        assert inside.all(), "a kernel looked outside its arguments"
+
+    def arguments(self, args, kwargs):
+        found = begin(self, args, kwargs)
+        ranges.clear()
+        for tensor in (*found[0], *found[1].values()):
+            if hasattr(tensor, "data_ptr"):
+                storage = tensor.untyped_storage()
+                ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        return found
+
+    def checked_load(self, ptrs, mask, *rest):
+        check(ptrs, mask)
+        return load(self, ptrs, mask, *rest)
+
+    def checked_store(self, ptrs, value, mask, *rest):
+        check(ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    executor._init_args_hst = arguments
+    try:
+        yield
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+        executor._init_args_hst = begin

@@ -19,6 +19,8 @@ KINDS = [torch.float32, torch.float64]
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
 
+pytestmark = pytest.mark.usefixtures("within_arguments")
+
 
 def normal(*shape, seed=0, kind=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, kind)

@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which c
 from perfed.core import kernels, tuning
 from perfed.core.kernels import AVG, MAX, Layer
 
+pytestmark = pytest.mark.usefixtures("within_arguments")
 CLIENTS, SAMPLES = 2, 2
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -247,3 +248,9 @@ def test_the_first_candidate_where_nothing_can_be_timed():
     shape, cpu = (2, 2, 8, 8, 4, 4), torch.device("cpu")
     assert not tuning.undecided("forward", shape, cpu)
     assert tuning.choice("forward", shape, cpu) == tuning.CANDIDATES["forward"][0]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels are checked, compiled ones are not")
+def test_a_kernel_that_looks_outside_its_arguments_is_noticed():
+    with pytest.raises(AssertionError, match="outside its arguments"):
+        kernels._repeat[(1, 1)](normal(5), torch.zeros(1, 5), 6, 8)

@@ -24,6 +24,8 @@ from perfed.engines.vectorised import Together, Vectorised
 from perfed.federation import Federation, step_together
 from perfed.methods.fedavg import FedAvg
 
+pytestmark = pytest.mark.usefixtures("within_arguments")
+
 
 def picture_clients(last: bool) -> Clients:
     """Coloured pictures, either as PyTorch lays them out or with the channels last, as image files are read."""

@@ -834,7 +834,7 @@ def _repeat(x, out, N, BLOCK: tl.constexpr):
 
 def fill(place: Tensor, value: Tensor) -> None:
     """`place.copy_(value)`; one row for all, which PyTorch copies at half the speed, by a kernel."""
-    numbers = place[0].numel() if len(place) else 0
+    numbers = place[0].numel() if place.dim() and len(place) else 0
     alike = value.shape == place.shape and value.dtype == place.dtype and place.is_contiguous()
     if not place.is_cuda or not numbers or not alike or value.stride(0) != 0 or not value[0].is_contiguous():
         place.copy_(value)

@@ -398,7 +398,7 @@ class _Beside:
         if not some.is_cuda:
             yield
             return
-        self.queue = self.queue or torch.cuda.Stream(some.device)  # of low priority: see `Loop.record`
+        self.queue = queue(some.device, 0)
         self.queue.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.queue):
             yield
@@ -406,6 +406,12 @@ class _Beside:
     def join(self) -> None:
         if self.queue is not None:
             torch.cuda.current_stream().wait_stream(self.queue)
+
+
+@functools.cache
+def queue(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """Always the same one, as libraries keep memory for every queue that they have seen."""
+    return torch.cuda.Stream(device, priority=priority)
 
 
 def _held(graph: fx.Graph, node: fx.Node) -> Any:

@@ -24,7 +24,7 @@ from perfed.core import kernels
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
-from perfed.engines.fuse import Program, Rows, record
+from perfed.engines.fuse import Program, Rows, queue, record
 
 MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step not much longer
 WORTH = 512  # steps of a number of rows after which it does
@@ -224,7 +224,7 @@ class Loop:
             torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Of high priority: what runs beside it (see `Program`) takes what it leaves free.
-        with torch.cuda.graph(graph, pool=self.pool, stream=torch.cuda.Stream(priority=-1)):
+        with torch.cuda.graph(graph, pool=self.pool, stream=queue(self.at.device, -1)):
             run()
         self.graphs[width, steps] = graph
 
