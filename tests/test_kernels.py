@@ -252,5 +252,5 @@ def test_the_first_candidate_where_nothing_can_be_timed():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels are checked, compiled ones are not")
 def test_a_kernel_that_looks_outside_its_arguments_is_noticed():
-    with pytest.raises(AssertionError, match="outside its arguments"):
+    with pytest.raises(Exception, match="outside its arguments"):  # Triton wraps it in an error of its own
         kernels._repeat[(1, 1)](normal(5), torch.zeros(1, 5), 6, 8)
