@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from perfed.core.capture import capture
+
 Choice = dict[str, int]
 
 
@@ -115,7 +117,7 @@ def decide(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.devi
     calls = [launch(c) for c in CANDIDATES[kind]]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # the compiler is not Python: it runs in parallel
         list(pool.map(Call.compile, calls))
-    times = [(_time(call), at) for at, call in enumerate(calls)]
+    times = [(_time(call, device), at) for at, call in enumerate(calls)]
     _chosen[_key(kind, shape)] = CANDIDATES[kind][min(times)[1]]
     _save(device)
     seconds += time.monotonic() - began
@@ -128,7 +130,7 @@ def run(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device)
     launch(choice(kind, shape, device))()
 
 
-def _time(call: Callable[[], None], repeats: int = 10) -> float:
+def _time(call: Callable[[], None], device: torch.device, repeats: int = 10) -> float:
     """Milliseconds of so many launches, from a recorded graph: a small kernel is done before its launch is."""
     from triton.runtime.errors import OutOfResources
 
@@ -136,11 +138,13 @@ def _time(call: Callable[[], None], repeats: int = 10) -> float:
         call()
     except OutOfResources:  # more shared memory than this GPU has
         return float("inf")
-    torch.cuda.synchronize()
-    graph, begin, end = torch.cuda.CUDAGraph(), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.graph(graph):
+
+    def launches() -> None:
         for _ in range(repeats):
             call()
+
+    graph = capture(launches, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     begin.record()
     graph.replay()

@@ -31,6 +31,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from perfed.core.capture import queue
+
 aten = torch.ops.aten
 
 # Operation -> the same in Triton; {0}, {1}, ... are its arguments.
@@ -406,12 +408,6 @@ class _Beside:
     def join(self) -> None:
         if self.queue is not None:
             torch.cuda.current_stream().wait_stream(self.queue)
-
-
-@functools.cache
-def queue(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Always the same one, as libraries keep memory for every queue that they have seen."""
-    return torch.cuda.Stream(device, priority=priority)
 
 
 def _held(graph: fx.Graph, node: fx.Node) -> Any:

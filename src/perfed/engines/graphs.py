@@ -21,10 +21,11 @@ import triton.language as tl
 from torch import Tensor, fx
 
 from perfed.core import kernels
+from perfed.core.capture import capture
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
-from perfed.engines.fuse import Program, Rows, queue, record
+from perfed.engines.fuse import Program, Rows, record
 
 MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step not much longer
 WORTH = 512  # steps of a number of rows after which it does
@@ -222,11 +223,7 @@ class Loop:
             with torch.cuda.stream(side):
                 once([c.clone() for c in carry])  # everything is compiled and tuned before it is recorded
             torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Of high priority: what runs beside it (see `Program`) takes what it leaves free.
-        with torch.cuda.graph(graph, pool=self.pool, stream=queue(self.at.device, -1)):
-            run()
-        self.graphs[width, steps] = graph
+        self.graphs[width, steps] = capture(run, self.at.device, self.pool)
 
 
 @dataclass
