@@ -13,6 +13,7 @@ import pytest
 from perfed.catalog import methods
 from perfed.cli import main
 from perfed.report.methods import table
+from perfed.report.table_page import headline
 from perfed.report.table_page import page as reproduction
 from perfed.report.tables import markdown
 
@@ -138,6 +139,7 @@ def test_the_gpu_table_shows_what_was_measured(tmp_path):
     ("page", "mark", "make"),
     [
         ("README.md", "methods", table),
+        ("README.md", "headline", headline),
         ("docs/verified.md", "tests", verified),
         ("docs/reproduction.md", "tables", reproduction),
         ("docs/speed.md", "gpu", gpu),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from perfed.report.table_text import body
+from perfed.report.tables import markdown
 from perfed.tables import protocol
 from perfed.tables.make import file_name, kept
 from perfed.tables.protocol import Protocol
@@ -15,6 +16,25 @@ from perfed.tables.tuned import chosen_on
 def page() -> str:
     """Everything between the page's marks; made from files alone."""
     return "\n".join(_section(protocol.find(name)) for name in protocol.names())
+
+
+def headline(name: str = "pgfed-1", column: str = "c10-100") -> str:
+    """One column of one table, in short, for the front page: what was run, in the paper's order."""
+    made = protocol.find(name)
+    lines = [line for line in from_csv(kept(made)) if line["column"] == column and line["seeds"]]
+    number = lambda value, std: "-" if value is None else f"{value:.2f}" + ("" if std is None else f" ± {std:.2f}")
+    rows = [
+        (
+            line["title"] if not line["plain"] else f"({line['title']})",
+            number(line["paper"], line["paper_std"]),
+            number(line["max"], line["max_std"]),
+            number(line["val"], line["val_std"]),
+            f"{line['seeds']:g}",
+        )
+        for line in lines
+    ]
+    head = (made.columns[column].title, "paper", "perfed, best test round", "best validation round", "seeds")
+    return markdown(head, rows)
 
 
 def _section(made: Protocol) -> str:
