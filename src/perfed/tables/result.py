@@ -87,7 +87,7 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
         line[key] = None if None in known else mean(known)
     line["area"] = mean([s["system"]["area"] for s in mine.values()])
     for key in ("bytes", "flops", "seconds"):
-        line[key] = mean([s["system"][key] for s in mine.values()])
+        line[key] = mean([s["system"][key] for s in mine.values() if s["system"][key] is not None])
     return line
 
 
