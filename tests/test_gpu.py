@@ -110,17 +110,17 @@ def random(*shape):
 @pytest.mark.parametrize("pool", [False, True], ids=["plain", "average"])
 def test_a_layer_of_full_size_in_single_precision(layer, pool):
     """Without ReLU, which near zero may be on in one precision and off in the other."""
-    from perfed.core import kernels
+    from perfed.core import convolution, operators
 
     kernel, stride, padding = layer
     x, w, b = random(3, 64, 16, 28, 28), random(3, 32, 16, kernel, kernel), random(3, 32)
-    shape = kernels.Layer(kernel, stride, padding, pool=kernels.AVG if pool else kernels.NONE)
+    shape = convolution.Layer(kernel, stride, padding, pool=convolution.AVG if pool else convolution.NONE)
 
     def plain(x, w, b):
         y = F.conv2d(x, w, b, stride, padding)
         return F.avg_pool2d(y, 2) if pool else y
 
-    ours = lambda *t: kernels.conv(*t, shape)
+    ours = lambda *t: operators.conv(*t, shape)
     g = random(*torch.func.vmap(ours)(x, w, b).shape)
     found, expected = (
         torch.func.vmap(torch.func.grad(lambda x, w, b, g, f=f: (f(x, w, b) * g).sum(), argnums=(0, 1, 2)))(*tensors)

@@ -12,8 +12,8 @@ from perfed.core.random import GOLDEN, _mix, derive
 from perfed.core.random import uniform as reference_uniform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
-from perfed.core import kernels, tuning
-from perfed.core.kernels import AVG, MAX, Layer
+from perfed.core import kernels, operators, tuning
+from perfed.core.convolution import AVG, MAX, Layer
 
 pytestmark = pytest.mark.usefixtures("within_arguments")
 CLIENTS, SAMPLES = 2, 2
@@ -77,7 +77,7 @@ def test_convolution_and_its_gradients(case):
     gradients = torch.autograd.grad((expected * g.double()).sum(), exact)
 
     def run(x, w, b=None):
-        return kernels.conv(x, w, b, layer)
+        return operators.conv(x, w, b, layer)
 
     assert far(vmap(run)(*tensors), expected.detach()) < 1e-5
     loss = lambda g, *t: (run(*t) * g).sum()
@@ -92,7 +92,7 @@ def test_what_is_not_a_number_stays_so(layer):
     """A run that diverges must be noticed."""
     x, w = normal(CLIENTS, SAMPLES, 4, 8, 8), normal(CLIENTS, 4, 4, 3, 3, seed=1)
     x[0, 1, 2, 3, 3] = torch.nan
-    found = vmap(lambda x, w: kernels.conv(x, w, None, layer))(x, w)
+    found = vmap(lambda x, w: operators.conv(x, w, None, layer))(x, w)
     expected = torch.stack([plain(x[c], w[c], None, layer) for c in range(CLIENTS)])
     assert expected.isnan().any()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -107,9 +107,9 @@ def test_what_all_clients_share_is_not_batched(shared):
     rows = [[t.double().requires_grad_() if d is None else t[c].double().requires_grad_() for t, d in
              zip((x, w), dims, strict=True)] for c in range(CLIENTS)]  # fmt: skip
     outputs = [plain(*row, None, layer) for row in rows]
-    assert far(vmap(lambda x, w: kernels.conv(x, w, None, layer), dims)(x, w), torch.stack(outputs).detach()) < 1e-5
+    assert far(vmap(lambda x, w: operators.conv(x, w, None, layer), dims)(x, w), torch.stack(outputs).detach()) < 1e-5
     expected = [torch.autograd.grad(y.square().sum(), row) for y, row in zip(outputs, rows, strict=True)]
-    loss = lambda x, w: kernels.conv(x, w, None, layer).square().sum()
+    loss = lambda x, w: operators.conv(x, w, None, layer).square().sum()
     found = vmap(grad(loss, argnums=(0, 1)), dims)(x, w)
     for at in (0, 1):
         assert far(found[at], torch.stack([e[at] for e in expected])) < 1e-5
@@ -118,7 +118,7 @@ def test_what_all_clients_share_is_not_batched(shared):
 def test_clients_mapped_over_another_axis():
     layer = Layer(3, padding=1)
     x, w = normal(SAMPLES, CLIENTS, 3, 5, 5), normal(CLIENTS, 4, 3, 3, 3, seed=1)
-    found = vmap(lambda x, w: kernels.conv(x, w, None, layer), in_dims=(1, 0))(x, w)
+    found = vmap(lambda x, w: operators.conv(x, w, None, layer), in_dims=(1, 0))(x, w)
     expected = torch.stack([plain(x[:, c].double(), w[c].double(), None, layer) for c in range(CLIENTS)])
     assert far(found, expected) < 1e-5
 
@@ -131,7 +131,7 @@ def test_layers_after_each_other():
     def loss(w, v, x, conv):
         return conv(conv(x, w, None, one), v, None, two).square().mean()
 
-    found = vmap(grad(lambda w, v, x: loss(w, v, x, kernels.conv), argnums=(0, 1)))(w, v, x)
+    found = vmap(grad(lambda w, v, x: loss(w, v, x, operators.conv), argnums=(0, 1)))(w, v, x)
     exact = grad(lambda w, v, x: loss(w, v, x, plain), argnums=(0, 1))
     each = [exact(w[c].double(), v[c].double(), x[c].double()) for c in range(CLIENTS)]
     for at in (0, 1):
@@ -148,7 +148,7 @@ def test_group_norm(groups, channels, size):
         y = norm(x, w, b)
         return (y * g).sum(), y
 
-    ours = lambda x, w, b: kernels.group_norm(x, w, b, groups, 1e-5)
+    ours = lambda x, w, b: operators.group_norm(x, w, b, groups, 1e-5)
     theirs = lambda x, w, b: F.group_norm(x, groups, w, b, 1e-5)
     found = vmap(grad(lambda *t: loss(*t, ours), argnums=(0, 1, 2), has_aux=True))(x, w, b, g)
     exact = grad(lambda *t: loss(*t, theirs), argnums=(0, 1, 2), has_aux=True)
@@ -168,10 +168,10 @@ def test_cross_entropy(classes):
     logits = 20 * normal(CLIENTS, 5, classes)  # exponentials that would overflow, were the largest not taken off
     y = torch.arange(5, device=DEVICE).remainder(classes).expand(CLIENTS, -1).contiguous()
     weight = normal(CLIENTS, 5, seed=1)
-    each = vmap(kernels.cross_entropy)(logits, y)
+    each = vmap(operators.cross_entropy)(logits, y)
     exact = torch.stack([F.cross_entropy(logits[c].double(), y[c], reduction="none") for c in range(CLIENTS)])
     assert far(each, exact) < 1e-5
-    found = vmap(grad(lambda z, y, w: (kernels.cross_entropy(z, y) * w).sum()))(logits, y, weight)
+    found = vmap(grad(lambda z, y, w: (operators.cross_entropy(z, y) * w).sum()))(logits, y, weight)
     theirs = grad(lambda z, y, w: (F.cross_entropy(z, y, reduction="none") * w).sum())
     expected = [theirs(logits[c].double(), y[c], weight[c].double()) for c in range(CLIENTS)]
     assert far(found, torch.stack(expected)) < 1e-5
@@ -180,7 +180,7 @@ def test_cross_entropy(classes):
 @pytest.mark.parametrize("count", [1, 1500])
 def test_uniform_draws_the_same_bits(count):
     key = derive(7, torch.arange(3)).to(DEVICE)
-    found = vmap(lambda k: kernels.uniform(k, 5, 2, count))(key)
+    found = vmap(lambda k: operators.uniform(k, 5, 2, count))(key)
     expected = torch.stack([reference_uniform(derive(k, 5, 2), (count,)) for k in key])
     assert torch.equal(found, expected)
     assert count == 1 or 0.45 < found.mean() < 0.55
@@ -231,9 +231,9 @@ def test_second_derivatives_are_refused(kind):
     x, w, y = normal(CLIENTS, SAMPLES, 4, 4, 4), normal(CLIENTS, 4, 4, 1, 1), torch.zeros(SAMPLES, dtype=torch.int64)
     b = torch.zeros(4, device=DEVICE)
     layer = {
-        "convolution": lambda x, w: kernels.conv(x, w, None, Layer(1)),
-        "group norm": lambda x, w: kernels.group_norm(x, w[:, 0, 0, 0], b, 2, 1e-5),
-        "cross-entropy": lambda x, w: kernels.cross_entropy(x[:, :, 0, 0] * w[:, 0, 0, 0], y.to(DEVICE)),
+        "convolution": lambda x, w: operators.conv(x, w, None, Layer(1)),
+        "group norm": lambda x, w: operators.group_norm(x, w[:, 0, 0, 0], b, 2, 1e-5),
+        "cross-entropy": lambda x, w: operators.cross_entropy(x[:, :, 0, 0] * w[:, 0, 0, 0], y.to(DEVICE)),
     }[kind]
     with pytest.raises(RuntimeError, match="second derivatives need PyTorch's own layers: run with --no-fast"):
         vmap(grad(squared(layer), argnums=1))(x, w)
@@ -241,7 +241,7 @@ def test_second_derivatives_are_refused(kind):
 
 def test_a_single_client_is_refused():
     with pytest.raises(RuntimeError, match="for a single client"):
-        kernels.conv(normal(SAMPLES, 4, 4, 4), normal(4, 4, 1, 1), None, Layer(1))
+        operators.conv(normal(SAMPLES, 4, 4, 4), normal(4, 4, 1, 1), None, Layer(1))
 
 
 def test_the_first_candidate_where_nothing_can_be_timed():

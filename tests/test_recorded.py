@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="the fast engine needs Triton")
 
 from perfed import contract
 from perfed.catalog import methods
-from perfed.core import kernels
+from perfed.core import operators
 from perfed.core.clients import Clients, Split
+from perfed.core.convolution import Layer
 from perfed.core.errors import Problem
-from perfed.core.kernels import Layer
 from perfed.core.messages import Up
 from perfed.core.model import Model
 from perfed.engines.fuse import Rows, record, trace
@@ -190,12 +190,13 @@ def test_arithmetic_on_constants_alone():
 def test_labels_in_another_layout():
     z, y = torch.randn(3, 5, 4), torch.randint(0, 4, (5, 3))
     expected = torch.stack([F.cross_entropy(z[c], y[:, c], reduction="none") for c in range(3)])
-    assert torch.allclose(vmap(kernels.cross_entropy, (0, 1))(z, y), expected)
+    assert torch.allclose(vmap(operators.cross_entropy, (0, 1))(z, y), expected)
 
 
 def test_some_channels_of_a_layer():
     x, w, v = torch.randn(2, 2, 3, 8, 8), torch.randn(2, 4, 3, 3, 3), torch.randn(2, 4, 3, 3, 3)
-    found = vmap(lambda x, w, v: kernels.conv(kernels.conv(x, w, None, Layer(3))[:, 1:], v, None, Layer(3)))(x, w, v)
+    conv = lambda x, w: operators.conv(x, w, None, Layer(3))
+    found = vmap(lambda x, w, v: conv(conv(x, w)[:, 1:], v))(x, w, v)
     expected = torch.stack([F.conv2d(F.conv2d(x[c], w[c])[:, 1:], v[c]) for c in range(2)])
     assert torch.allclose(found, expected, atol=1e-4)
 

@@ -57,11 +57,11 @@ def batched(layer: Conv, x: Tensor) -> Tensor | None:
     channels = max(layer.weight.shape[:2])
     if channels > MOST_CHANNELS or x.shape[0] * x.shape[2] * x.shape[3] * channels >= 2**31:
         return None  # more than a program's memory, or its whole numbers, can hold
-    from perfed.core import kernels
+    from perfed.core import convolution, operators
 
-    pool = {None: kernels.NONE, "max": kernels.MAX, "avg": kernels.AVG}[layer.pool]
-    shape = kernels.Layer(high, stride[0], padding[0], layer.relu, pool, layer.flat)
-    return kernels.conv(x, layer.weight, layer.bias, shape)
+    pool = {None: convolution.NONE, "max": convolution.MAX, "avg": convolution.AVG}[layer.pool]
+    shape = convolution.Layer(high, stride[0], padding[0], layer.relu, pool, layer.flat)
+    return operators.conv(x, layer.weight, layer.bias, shape)
 
 
 def layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

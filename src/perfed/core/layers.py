@@ -73,9 +73,9 @@ class Drop(nn.Module):
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1
         if covered(x, self.key):
-            from perfed.core import kernels
+            from perfed.core import operators
 
-            keep = kernels.uniform(self.key, self.salt, self.calls, math.prod(shape)).reshape(shape) >= self.p
+            keep = operators.uniform(self.key, self.salt, self.calls, math.prod(shape)).reshape(shape) >= self.p
         else:
             keep = uniform(derive(self.key, self.salt, self.calls), shape, x.dtype) >= self.p
         return x * keep / (1 - self.p)
@@ -90,10 +90,10 @@ class Groups(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.affine and covered(input, self.weight) and input.dim() == 4:
-            from perfed.core import kernels
+            from perfed.core import kernels, operators
 
             if kernels.can_normalise(self.num_groups, *input.shape[1:]):
-                return kernels.group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
+                return operators.group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
         return super().forward(input)
 
 
