@@ -12,7 +12,9 @@ from torch.func import functional_call, grad, vmap
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
 from perfed.engines import fuse
-from perfed.engines.fuse import Cluster, Program, Rows, record, trace
+from perfed.engines.fuse import Program, trace
+from perfed.engines.generate import WORDS, Cluster
+from perfed.engines.record import Kind, Rows, record
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = [torch.float32, torch.float64]
@@ -88,7 +90,7 @@ def arguments(operation, kind):
 
 
 @each_kind
-@pytest.mark.parametrize("operation", list(fuse._WORDS), ids=str)
+@pytest.mark.parametrize("operation", list(WORDS), ids=str)
 def test_every_operation(operation, kind):
     given = arguments(operation, kind)
     tensors = [a for a in given if isinstance(a, torch.Tensor)]
@@ -451,7 +453,7 @@ def test_a_step_for_any_number_of_rows(known, rows):
     graph = Rows(one, two)(rows)
     direct = record(step, *inputs(rows))
     assert [n.target for n in graph.nodes] == [n.target for n in direct.nodes]
-    sizes = lambda graph: [n.meta["val"].shape for n in graph.nodes if isinstance(n.meta.get("val"), fuse.Kind)]
+    sizes = lambda graph: [n.meta["val"].shape for n in graph.nodes if isinstance(n.meta.get("val"), Kind)]
     assert sizes(graph) == sizes(direct)
     same(Program(graph)(*inputs(rows)), step(*inputs(rows)))
 

@@ -18,7 +18,8 @@ from perfed.core.convolution import Layer
 from perfed.core.errors import Problem
 from perfed.core.messages import Up
 from perfed.core.model import Model
-from perfed.engines.fuse import Rows, record, trace
+from perfed.engines.fuse import trace
+from perfed.engines.record import Rows, record
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Together, Vectorised
 from perfed.federation import Federation, step_together

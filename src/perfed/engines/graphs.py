@@ -25,7 +25,8 @@ from perfed.core.capture import capture
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
-from perfed.engines.fuse import Program, Rows, record
+from perfed.engines.fuse import Program
+from perfed.engines.record import Rows, record
 
 MANY = 8  # steps to a graph, where that pays: a graph takes some microseconds to begin, a small step not much longer
 WORTH = 512  # steps of a number of rows after which it does
