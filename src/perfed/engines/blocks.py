@@ -1,0 +1,485 @@
+"""A block of clients as rows of one computation: the loops of `Data` for all of them at once.
+
+Under vmap a client's `data.fold` and `data.mean` reach the rules here with the whole block as plain tensors. The rules
+own the loop: clients sorted by their number of steps, each step one `vmap(step)` over those that are still active.
+Nothing is masked and nobody is padded to the longest client; only a step in which some client has a partial last batch
+carries sample weights. A `Runner` runs a step plainly, compiled, or from a record.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from perfed.core.clients import Clients
+from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
+from perfed.core.data import form as shapes
+from perfed.core.method import Method
+from perfed.core.model import Batch
+from perfed.core.random import shuffle
+from perfed.core.tree import flatten, leaves, send, unflatten
+
+if TYPE_CHECKING:
+    from perfed.engines.graphs import Loop, Recorder
+
+EXACT = 32  # up to so many active clients there is a record for each number
+PIECE = 128  # samples per client in one recorded piece of a mean
+
+
+def holding(method: Method, tensors: dict[str, Tensor]) -> Method:
+    """The method with tensors in place of some settings."""
+    if not tensors:
+        return method
+    held = copy.copy(method)
+    for name, tensor in tensors.items():
+        object.__setattr__(held, name, tensor)  # frozen for everybody else
+    return held
+
+
+def held_by(method: Any) -> dict[str, Tensor]:
+    """Settings that are tensors: they must pass through the engine like everything that differs between clients."""
+    return {name: value for name, value in vars(method).items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some clients as rows; their sizes are known to the host, so no step waits for the device."""
+
+    clients: Clients
+    ids: tuple[int, ...]
+    where: Tensor  # the ids on the device
+    runner: Runner
+    dtype: torch.dtype
+    epochs: int
+    done: list[int] | None  # epochs that each client finishes, where there are stragglers
+
+    def plans(self, plan: Plan) -> list[Plan]:
+        """What each client does of a plan."""
+        return [plan.shortened(done, self.epochs) for done in self.done] if self.done else [plan] * len(self.ids)
+
+    def size(self, split: str) -> list[int]:
+        """Samples of each client, on the host."""
+        return [self.clients.split(split).size[id] for id in self.ids]
+
+    def sizes(self, split: str) -> Tensor:
+        """The same on the device."""
+        return self.clients.split(split).sizes.index_select(0, self.where)
+
+    def start(self, split: str) -> Tensor:
+        """First row of each client."""
+        return self.clients.split(split).starts.index_select(0, self.where)
+
+    def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
+        source = self.clients.split(split)
+        at = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # a client without samples has no first
+        x = self.clients.ready(source.x[at.flatten()], self.dtype)
+        return x.unflatten(0, at.shape), source.y[at]
+
+
+class BlockData(Data):
+    """What one client of a block sees; its loops reach the block's rules."""
+
+    def __init__(
+        self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int, done: Tensor | None
+    ):
+        super().__init__(batch_size, epochs, done)
+        self.block, self.key, self.sizes, self.size = block, key, sizes, sizes["train"]
+
+    def count(self, split: str) -> Tensor:
+        return self.sizes[split]
+
+    def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
+        inside, form = flatten((carry, (given, held_by(check_step(step)[1]))))
+        carried, carry_form = flatten(carry)
+        out = _Fold.apply(self.block, step, form, len(carried), plan, self.key, *inside)
+        return unflatten(list(out), carry_form)
+
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+        inside, form = flatten((given, held_by(check_step(fn)[1])))
+        result = _Result()
+        out = _Mean.apply(self.block, fn, form, result, split, self.key, *inside)
+        return unflatten(list(out), result.form)
+
+
+class _Result:
+    """The form of what a function returns, known once it has run."""
+
+    form: Any = None
+
+
+class _Loop(torch.autograd.Function):
+    """An operation that only exists for a block: outside vmap there is nothing to do it for."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:  # noqa: ARG004
+        raise RuntimeError("a block's loop ran outside vmap")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+
+def _sorted_rows(totals: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Rows with the most steps first, the way back, and the sorted totals."""
+    order = sorted(range(len(totals)), key=lambda row: -totals[row])
+    back = sorted(range(len(totals)), key=lambda at: order[at])
+    return order, back, [totals[row] for row in order]
+
+
+def _active(totals: list[int], step: int) -> int:
+    """How many rows, sorted by totals, still have a step to take."""
+    return sum(total > step for total in totals)
+
+
+class _Fold(_Loop):
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        info: Any, in_dims: Any, block: Block, step: Any, form: Any, carried: int, plan: Plan, key: Any, *inside
+    ):
+        count = info.batch_size
+        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
+        batched = [at < carried or d is not None for at, d in enumerate(in_dims[6:])]
+        for at in range(carried):
+            if in_dims[6 + at] is None:
+                inside[at] = inside[at].expand(count, *inside[at].shape)
+
+        size, plans = block.size("train"), block.plans(plan)
+        order, back, totals = _sorted_rows([mine.total(n) for mine, n in zip(plans, size, strict=True)])
+        start, sizes, size = block.start("train"), block.sizes("train"), [size[row] for row in order]
+        moved = order != list(range(count))
+        if moved:
+            where = send(torch.tensor(order), key.device)
+            key, start, sizes = key[where], start[where], sizes[where]
+            inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
+        keys = [plan.key(key, draw) for draw in range(plan.draws)]
+        index = [_table(k, size, sizes, totals, plan) for k in keys]  # each [rows, steps, batch]
+        fold = Fold(block, step, form, carried, batched, plan, keys, index, start, size, totals)
+        final = fold.recorded(inside) if block.runner.recorder else fold.plain(inside)
+        if moved:
+            way = send(torch.tensor(back), key.device)
+            final = [f[way] for f in final]
+        return tuple(final), (0,) * carried
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A fold of a whole block, its rows sorted by their number of steps."""
+
+    block: Block
+    step: Any
+    form: Any
+    carried: int
+    batched: list[bool]
+    plan: Plan
+    keys: list[Tensor]
+    index: list[Tensor]
+    start: Tensor
+    size: list[int]
+    totals: list[int]
+
+    def _slots(self) -> int:
+        return self.index[0].shape[2] if self.index else 0
+
+    def _count(self) -> None:
+        runner, count = self.block.runner, len(self.size)
+        executed = sum(steps * runner.width(active, count) for _, steps, active in _phases(self.totals)) * self._slots()
+        useful = sum(self.plan.samples(n, total) for n, total in zip(self.size, self.totals, strict=True))
+        runner.count(executed * self.plan.draws, useful * self.plan.draws)
+
+    def plain(self, inside: list[Tensor]) -> list[Tensor]:
+        """Step by step, with PyTorch's own operations."""
+        plan, runner, count = self.plan, self.block.runner, len(self.size)
+        carry, given = inside[: self.carried], inside[self.carried :]
+        final = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in carry]
+        before = count
+        for first, steps, active in _phases(self.totals):
+            width = runner.width(active, count)
+            _put_away(final, carry, active, before)  # rows that have just finished
+            carry, before = [c[:width] for c in carry], active
+            some = [g[:width] if b else g for g, b in zip(given, self.batched[self.carried :], strict=True)]
+            for at in range(first, first + steps):
+                partial = any(_partial(n, plan, at) for n in self.size[:active])
+                batches = []
+                for table, k in zip(self.index, self.keys, strict=True):
+                    x, y = self.block.gather("train", table[:width, at], self.start[:width])
+                    weight = (table[:width, at] >= 0).to(self.block.dtype) if partial else None
+                    batches.append(Batch(x, y, weight, step_key(k[:width], at)))
+                old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *some])
+                if at == 0:
+                    refuse_other_form(shapes(old), shapes(carry))
+        _put_away(final, carry, 0, before)
+        self._count()
+        return final
+
+    def recorded(self, inside: list[Tensor]) -> list[Tensor]:
+        """The same as a row of recorded graphs."""
+        plan, runner = self.plan, self.block.runner
+        if not self.totals or not self.totals[0]:
+            return [t.contiguous() for t in inside[: self.carried]]
+        sizes = set(self.block.clients.train.size)
+        weighted = any(n % plan.batch_size for n in sizes)
+        body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
+        key = ("fold", plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
+        keyed = check_step(self.step)[1].model.keyed
+        some = (self.block, "train", body, inside, self.batched, self.carried)
+        loop = runner.loop(key, *some, shape, keyed, weighted)
+        self._count()
+        return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start), self.totals)
+
+
+def _phases(totals: list[int]) -> list[tuple[int, int, int]]:
+    """(first step, steps, active rows) of rows sorted by totals: between two of them somebody finishes."""
+    ends = sorted({t for t in totals if t > 0})
+    return [(a, b - a, _active(totals, a)) for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _put_away(final: list[Tensor], carry: list[Tensor], first: int, end: int) -> None:
+    if first < end:
+        for f, c in zip(final, carry, strict=True):
+            f[first:end] = c[first:end]
+
+
+def _partial(size: int, plan: Plan, step: int) -> bool:
+    """Whether this client's batch at this step is smaller than a full one."""
+    return size % plan.batch_size != 0 and step % plan.batches(size) == plan.batches(size) - 1
+
+
+def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan) -> Tensor:
+    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full; finished rows keep -1 only.
+
+    All epochs at once, and only on the device: the host knows how large things are and waits for nothing.
+    """
+    steps, longest = (totals[0] if totals else 0), max(size, default=0)
+    slots = min(plan.batch_size, longest)
+    if not steps:
+        return torch.full((len(size), 0, slots), -1, device=key.device)
+    epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
+    epoch = torch.arange(epochs, device=key.device)
+    seeds = order_key(key, epoch[:, None])  # [epochs, rows]
+    order = shuffle(seeds.flatten(), sizes.repeat(epochs), longest).view(epochs, len(size), longest)
+    step = torch.arange(steps, device=key.device)
+    each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
+    which = (step // each).clamp_max(epochs - 1)  # [rows, steps]
+    place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
+    total = send(torch.tensor(totals), key.device)
+    inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
+    row = torch.arange(len(size), device=key.device)[:, None, None]
+    found = order[which[:, :, None], row, place.clamp_max(longest - 1)]
+    return torch.where(inside, found, -1)
+
+
+class _Mean(_Loop):
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
+    ):
+        batched = [d is not None for d in in_dims[6:]]
+        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
+        size = block.size(split)
+        order, back, size = _sorted_rows(size)
+        where = send(torch.tensor(order), key.device)
+        start, n, key = block.start(split)[where], block.sizes(split)[where], key[where]
+        inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
+        if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
+            split, start = "train", torch.zeros_like(start)
+        mean = Mean(block, fn, form, result, split, batched, key, start, n, size)
+        recorder = block.runner.recorder
+        totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
+        # A client without samples has no mean: 0 / 0 is NaN.
+        out = [t / n.view(-1, *(1,) * (t.dim() - 1)) for t in totals]
+        way = send(torch.tensor(back), key.device)
+        return tuple(t[way] for t in out), (0,) * len(out)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """An exact mean for a whole block, its rows sorted by their number of samples; here as a sum."""
+
+    block: Block
+    fn: Any
+    form: Any
+    result: _Result
+    split: str
+    batched: list[bool]
+    key: Tensor
+    start: Tensor
+    n: Tensor
+    size: list[int]
+
+    def _values(self) -> Callable[..., tuple[Tensor, ...]]:
+        function, owner, fixed = check_step(self.fn)
+
+        def values(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
+            given, held = unflatten(list(inside), self.form)
+            value = function(holding(owner, held), *fixed, Batch(x, y, weight, key), given)
+            self.result.form = flatten(value)[1]
+            return tuple(leaves(value))
+
+        return values
+
+    def _sum(self, x: Tensor, y: Tensor, weight: Tensor, key: Tensor, inside: list[Tensor]) -> Any:
+        dims = (0, 0, 0, 0, *(0 if b else None for b in self.batched))
+        return vmap(self._values(), in_dims=dims)(x, y, weight, key, *inside)
+
+    def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
+        """Piece by piece; `most` samples of each client at most, to learn the form of the result."""
+        totals: list[Tensor] = []
+        count, longest = len(self.size), self.size[0] if most is None else most
+        for first in range(0, max(longest, 1), CHUNK):
+            active = _active(self.size, first) if self.size[0] else count
+            length = min(CHUNK, max(longest - first, 1))
+            place = torch.arange(first, first + length, device=self.key.device)
+            index = torch.where(place < self.n[:active, None], place, -1)
+            x, y = self.block.gather(self.split, index, self.start[:active])
+            weight = (index >= 0).to(self.block.dtype)
+            some = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
+            values = self._sum(x, y, weight, self.key[:active], some)
+            if not totals:
+                totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
+            samples = weight.sum(1)
+            for total, v in zip(totals, values, strict=True):
+                total[:active] += v * samples.view(-1, *(1,) * (v.dim() - 1))
+        return totals
+
+    def recorded(self, inside: list[Tensor]) -> list[Tensor]:
+        """The same as a row of recorded graphs, which add up."""
+        runner, count, values = self.block.runner, len(self.size), self._values()
+        shapes = tuple(
+            (tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in zip(inside, self.batched, strict=True)
+        )
+        key = ("mean", self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
+        if key not in runner.forms:
+            runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
+        zeros, self.result.form = runner.forms[key]
+
+        def body(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+            totals, given = rest[: len(zeros)], rest[len(zeros) :]
+            return tuple(t + v * weight.sum() for t, v in zip(totals, values(x, y, weight, key, *given), strict=True))
+
+        batched = [True] * len(zeros) + self.batched
+        dims = (*(0,) * 4, *(0 if b else None for b in batched))
+        most = max(self.block.clients.split(self.split).size)
+        slots = min(PIECE, most)
+        inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
+        shape = (1, -(-most // slots), slots)
+        whole = vmap(body, in_dims=dims)
+        loop = runner.loop(key, self.block, self.split, whole, inside, batched, len(zeros), shape, False, True)
+        steps = -(-self.size[0] // slots)
+        place = torch.arange(steps * slots, device=self.key.device)
+        index = torch.where(place < self.n[:, None], place, -1).view(count, steps, slots)
+        carry = loop.load(inside, [index], [self.key], self.start)
+        return runner.replay(loop, carry, [-(-n // slots) for n in self.size], exact=8)
+
+
+@dataclass
+class Runner:
+    """Runs one step for the active rows: plainly, compiled, or from a record."""
+
+    compile: bool | str = False  # True, or the name of a torch.compile backend
+    blocks: tuple[int, ...] = ()  # allowed numbers of rows; () is any number
+    recorder: Recorder | None = None
+    executed: int = 0
+    useful: int = 0
+    compiled: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    forms: dict[Any, Any] = field(default_factory=dict)  # what functions of a mean return: (zeros, form)
+
+    def width(self, active: int, count: int, exact: int = EXACT) -> int:
+        """Rows to run for this many active ones: rounded up to an allowed number, so that few shapes occur."""
+        if self.recorder is not None and active > exact:
+            coarse = 2 ** max(active.bit_length() - 4, 0)  # at most an eighth more than needed
+            return min(-(-active // coarse) * coarse, count)
+        return min(next((b for b in self.blocks if b >= active), count), count) if self.blocks else active
+
+    def count(self, executed: int, useful: int) -> None:
+        self.executed += executed
+        self.useful += useful
+
+    def identity(self, step: Any, form: Any, batched: list[bool]) -> tuple[Any, ...]:
+        """All that a step depends on besides tensors: two instances of a method must not share one record."""
+        function, method, fixed = check_step(step)
+        values = {f.name: getattr(method, f.name) for f in fields(method) if f.name != "model"}
+        settings = tuple((name, v) for name, v in values.items() if not isinstance(v, Tensor))
+        precision = torch.backends.cuda.matmul.allow_tf32  # held by a record, too
+        return function, type(method), fixed, settings, method.model, form, tuple(batched), precision
+
+    def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
+        """The step of a whole block: batches, carry and what is given, all as one row of tensors."""
+        function, method, fixed = check_step(step)
+        each = 4 if weighted else 3
+        dims = (*(0,) * each * draws, *(0 if b else None for b in batched))
+
+        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
+            got = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
+            cut = each * draws
+            some = [got(*tensors[at : at + each]) for at in range(0, cut, each)]
+            carry, (given, held) = unflatten(list(tensors[cut:]), form)
+            batch = some[0] if len(some) == 1 else tuple(some)
+            return tuple(leaves(function(holding(method, held), *fixed, carry, batch, given)))
+
+        return vmap(one, in_dims=dims)
+
+    def step(self, step: Any, form: Any, batched: list[bool], batches: list[Batch], inside: list[Tensor]) -> list:
+        """The carry after one step of all rows."""
+        weighted = batches[0].weight is not None
+        whole = self.batch_step(step, form, batched, len(batches), weighted)
+        flat = [t for b in batches for t in b if t is not None]
+        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
+        if not self.compile or (check_step(step)[1].model.keyed and flat[0].is_cuda):
+            return list(whole(*flat, *inside))
+        shape = tuple(t.shape for t in (*flat, *inside))
+        key = (*self.identity(step, form, batched), len(batches), weighted, shape)
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(whole)
+        return list(self.compiled[key](*flat, *inside))
+
+    def _compile(self, batch_step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*tensors: Any) -> Any:
+            return batch_step(*tensors)
+
+        # Dynamo counts recompilations per code object and vmap's wrapper is one object for all: each step gets its own.
+        run.__code__ = run.__code__.replace(co_name=f"step_{len(self.compiled)}")
+        backend = self.compile if isinstance(self.compile, str) else "inductor"
+        return torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
+
+    def loop(
+        self,
+        key: tuple[Any, ...],
+        block: Block,
+        split: str,
+        body: Callable[..., Any],
+        inside: list[Tensor],
+        batched: list[bool],
+        carried: int,
+        shape: tuple[int, int, int],  # draws, most steps, slots of a batch
+        keyed: bool,
+        weighted: bool,
+    ) -> Loop:
+        """Where a fold of this kind is recorded; another one where rows or numbers have another shape."""
+        assert self.recorder is not None
+        rows = next(t.shape[0] for t, b in zip(inside, batched, strict=True) if b)
+        one = tuple((t.shape[1:] if b else t.shape, t.dtype) for t, b in zip(inside, batched, strict=True))
+        from perfed.engines.graphs import Loop
+
+        make = lambda pool: Loop.make(
+            block.clients, split, block.dtype, keyed, weighted, body, inside, batched, carried, shape, rows, pool
+        )
+        # By its clients too: a record reads their tables, and several runs in one batch have tables of their own.
+        return self.recorder.loop((*key, id(block.clients), shape, one), rows, make)
+
+    def replay(self, loop: Loop, carry: list[Tensor], totals: list[int], exact: int = EXACT) -> list[Tensor]:
+        """All steps of a loaded loop, whose rows are sorted by totals; what the rows end with."""
+        assert self.recorder is not None
+        final, before = [torch.empty_like(c) for c in carry], len(totals)
+        for _, steps, active in _phases(totals):
+            _put_away(final, carry, active, before)  # rows that have just finished
+            before = active
+            self.recorder.run(loop, self.width(active, len(totals), exact), steps)
+        _put_away(final, carry, 0, before)
+        return final
