@@ -287,6 +287,28 @@ def test_products_ahead_of_the_rest(written):
     same(program(*place, *args[2:], into=place[:written]), expected)
 
 
+def test_products_of_another_shape_are_left_alone():
+    """Several products in a row of numbers, and a part of one."""
+    single = functools.partial(normal, kind=torch.float32)
+    x, g = single(6, 5, 20, seed=3), single(6, 15, 5, seed=4)
+    several = lambda theta, x, g: (theta - torch.cat([torch.bmm(g, x).reshape(3, 600), theta[:, :1]], 1),)
+    part = lambda theta, x, g: (theta - torch.cat([torch.bmm(g, x)[:, :10].reshape(1, 200), theta[:, :1]], 1),)
+    for function, args in ((several, (single(3, 601), x, g)), (part, (single(1, 201), x[:1], g[:1]))):
+        assert not any(c.products for c in clusters(check(function, *args)))
+
+
+def test_a_product_and_nothing_else():
+    single = functools.partial(normal, kind=torch.float32)
+    move = lambda x, g: (-0.1 * torch.cat([torch.bmm(g, x).flatten(1)], 1),)
+    program = check(move, single(3, 5, 20), single(3, 15, 5, seed=4))
+    assert [len(c.products) for c in clusters(program)] in ([1], [])
+
+
+def test_results_that_lie_otherwise_than_their_argument():
+    turn = lambda a, b: ((a.mT.contiguous().mT * 2).mul(3), b)
+    check_into(turn, normal(4, 6), normal(4, 6, seed=1))
+
+
 def test_products_that_are_left_to_the_library():
     single = functools.partial(normal, kind=torch.float32)
     theta, x, g = single(2, 300), single(2, 200, 20, seed=3), single(2, 15, 200, seed=4)
@@ -296,6 +318,14 @@ def test_products_that_are_left_to_the_library():
     needed = lambda theta, x, g: ((d := torch.bmm(g, x)).sum(2), theta - torch.cat([d.flatten(1)], 1))
     twice = check(needed, theta, x[:, :9], g[:, :, :9])
     assert not any(c.products for program in (long, other, twice) for c in clusters(program))
+
+
+def test_a_gradient_does_not_wait_for_its_loss():
+    """Ones like the loss need its shape only: then nobody needs the loss."""
+    loss = lambda theta, x: (theta * x).cosh().sum()
+    program = check(vmap(lambda theta, x: (theta - 0.1 * grad(loss)(theta, x),)), normal(3, 8), normal(3, 8, seed=1))
+    names = [str(getattr(item, "target", "")) for item in program.items]
+    assert not any("cosh" in name or "like" in name for name in names)
 
 
 # ---------------------------------------------------------------------------------------------------- in place

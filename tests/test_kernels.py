@@ -98,6 +98,20 @@ def test_what_is_not_a_number_stays_so(layer):
     assert torch.equal(found.isnan(), expected.isnan())
 
 
+@pytest.mark.parametrize("pool", [MAX, AVG])
+def test_what_is_not_a_number_has_a_gradient(pool):
+    """As PyTorch's: ReLU stops what is at most 0, and this is not."""
+    layer = Layer(3, relu=True, pool=pool)
+    x, w = normal(CLIENTS, SAMPLES, 4, 8, 8), normal(CLIENTS, 4, 4, 3, 3, seed=1)
+    x[0, 1, 2, 3, 3] = torch.nan
+    found = vmap(grad(lambda x, w: operators.conv(x, w, None, layer).sum()))(x, w)
+    for c in range(CLIENTS):
+        mine = x[c].clone().requires_grad_()
+        (expected,) = torch.autograd.grad(plain(mine, w[c], None, layer).sum(), mine)
+        known = expected.isfinite()
+        assert torch.allclose(found[c][known], expected[known], atol=1e-4)
+
+
 @pytest.mark.parametrize("shared", ["images", "weights"])
 def test_what_all_clients_share_is_not_batched(shared):
     layer = Layer(3, relu=True, pool=MAX)

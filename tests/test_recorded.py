@@ -223,3 +223,17 @@ def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():
         expected.step()
         expected.step()
         assert contract.difference(federation.server, expected.server) < 1e-9
+
+
+def test_what_is_kept_is_no_wrapper():
+    """A table made first inside a trace outlives the trace: outside, it must be an ordinary tensor."""
+    from perfed.core import random
+
+    random._table.cache_clear()
+    make = contract.maker(methods()["fedfomo"], "norm")
+    contract.play(Vectorised(make(epochs=1), contract.toy_clients((8, 3, 7, 5)), seed=5, fast=True), [(0, 1, 2)] * 2)
+    assert random._table.cache_info().currsize > 0
+    for n in range(1, 65):
+        table = random._table(n, torch.device("cpu"))
+        assert not torch._is_functional_tensor(table)
+        assert table.data_ptr() != 0

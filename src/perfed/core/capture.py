@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,9 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> 
         graph.capture_begin(pool=pool)
         try:
             run()
-        finally:
-            graph.capture_end()
+        except BaseException:  # what happened is more telling than that it cannot be ended
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
     return graph

@@ -61,6 +61,8 @@ def batched(layer: Conv, x: Tensor) -> Tensor | None:
 
     pool = {None: convolution.NONE, "max": convolution.MAX, "avg": convolution.AVG}[layer.pool]
     shape = convolution.Layer(high, stride[0], padding[0], layer.relu, pool, layer.flat)
+    if min(shape.pooled(x.shape[2]), shape.pooled(x.shape[3])) < 1:
+        return None  # nothing is left: PyTorch says so
     return operators.conv(x, layer.weight, layer.bias, shape)
 
 

@@ -119,15 +119,15 @@ def _forward(
         i = tl.where(acc == v, 0, tl.where(acc1 == v, 1, tl.where(acc2 == v, 2, 3)))
         v = v + bias
         if RELU:
-            i = tl.where(v > 0, i, 4)
+            i = tl.where(v <= 0, 4, i)  # what is not a number passes, as it does forwards
         if WHICH:
             tl.store(which + there, i.to(tl.uint8), mask=m)
     elif POOL == 2:
         acc, acc1, acc2, acc3 = acc + bias, acc1 + bias, acc2 + bias, acc3 + bias
         if RELU:
             if WHICH:
-                i = tl.where(acc > 0, 1, 0) + tl.where(acc1 > 0, 2, 0)
-                i = i + tl.where(acc2 > 0, 4, 0) + tl.where(acc3 > 0, 8, 0)
+                i = tl.where(acc <= 0, 0, 1) + tl.where(acc1 <= 0, 0, 2)
+                i = i + tl.where(acc2 <= 0, 0, 4) + tl.where(acc3 <= 0, 0, 8)
                 tl.store(which + there, i.to(tl.uint8), mask=m)
             acc, acc1 = tl.where(acc <= 0, 0.0, acc), tl.where(acc1 <= 0, 0.0, acc1)
             acc2, acc3 = tl.where(acc2 <= 0, 0.0, acc2), tl.where(acc3 <= 0, 0.0, acc3)
@@ -395,7 +395,7 @@ def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tenso
         )  # fmt: skip
         return tuning.Call(_forward, grid, args, _options(c))
 
-    tuning.run("forward", (C, B, H, W, I, O, *layer, _precision()), launch, x.device)
+    tuning.run("forward", (C, B, H, W, I, O, *layer, b is not None, _precision()), launch, x.device)
     return y if flat else channels_first(y, real), channels_first(which, real) if noted else x.new_empty(C, 0), wl
 
 
@@ -441,7 +441,7 @@ def backward(
         )  # fmt: skip
         return tuning.Call(_before_pool, (triton.cdiv(B * HO * WO, bp), C), args, {}, product)
 
-    tuning.run("weights", (*shape, layer.relu, layer.pool, flat, need), weights, x.device)
+    tuning.run("weights", (*shape, layer.relu, layer.pool, flat, need, bias), weights, x.device)
     dx = g.new_empty(C, 0)
     if need:
         out = g.new_empty(C, B, H, W, I)

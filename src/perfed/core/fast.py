@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 _on = False
+_kernels = False  # whether an engine with kernels was made: then they may be used around it, too
 
 
 @contextlib.contextmanager
@@ -30,12 +29,19 @@ def covered(*tensors: Tensor) -> bool:
     return _on and tensors[0].dtype == torch.float32 and any(map(is_functorch_wrapped_tensor, tensors))
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether there is a compiler for kernels."""
-    return find_spec("triton") is not None
+def use_kernels() -> None:
+    """An engine that launches kernels has been made."""
+    global _kernels
+    _kernels = True
 
 
-def kernels_run() -> bool:
-    """Whether a kernel may be launched on a tensor as it is: nobody traces, batches or differentiates here."""
-    return not torch.compiler.is_compiling() and peek_interpreter_stack() is None and has_triton()
+def kernels_used() -> bool:
+    """Whether kernels are in use; otherwise nobody has asked whether this machine can compile them."""
+    return _kernels
+
+
+def kernels_run(tensor: Tensor) -> bool:
+    """Whether a kernel may be launched on this tensor as it is: nobody traces, batches or differentiates here."""
+    free = not torch.compiler.is_compiling() and peek_interpreter_stack() is None
+    wrapped = is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return _kernels and free and not wrapped

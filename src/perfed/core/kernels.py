@@ -229,7 +229,7 @@ def fill(place: Tensor, value: Tensor) -> None:
 
 @triton.jit
 def _mixed(z, out, N, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, _mix(tl.load(z + at, mask=at < N, other=0)), mask=at < N)
 
 

@@ -12,6 +12,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from perfed.core.fast import kernels_run
 
@@ -22,7 +24,7 @@ COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 
 
 
 def _mix(z: Tensor) -> Tensor:
-    if z.is_cuda and z.numel() and kernels_run():
+    if z.is_cuda and z.numel() and kernels_run(z):
         from perfed.core import kernels
 
         return kernels.mix(z)  # nine small kernels otherwise
@@ -47,7 +49,9 @@ def derive(key: Tensor | int, *parts: Tensor | int) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _table(n: int, device: torch.device) -> Tensor:
-    return GOLDEN * (torch.arange(n, device=device) + 1)
+    # It outlives whoever asks first: made inside a trace or a transformation, it would be a wrapper of theirs.
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        return GOLDEN * (torch.arange(n, device=device) + 1)
 
 
 def _counters(n: int, device: torch.device) -> Tensor:

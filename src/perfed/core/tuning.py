@@ -83,7 +83,7 @@ def _load(device: torch.device) -> None:
             for key, choice in json.loads(path.read_text()):
                 if choice in CANDIDATES.get(key[0], []):  # else from another version
                     _chosen.setdefault(tuple(key), choice)
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, IndexError):
             pass  # none yet, or not readable: tuned anew
 
 

@@ -35,6 +35,10 @@ def pick_device(wanted: str) -> str:
         raise Problem(f"run.device must be auto, cpu or cuda, not '{wanted}'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise Problem("run.device is cuda, but this machine has no usable GPU")
+    if device.index is not None:
+        if device.index >= torch.cuda.device_count():
+            raise Problem(f"run.device is '{wanted}', but this machine's GPUs end at {torch.cuda.device_count() - 1}")
+        torch.cuda.set_device(device)  # kernels run on the current one
     return wanted
 
 

@@ -102,8 +102,9 @@ class Program:
             if product.target is not aten.bmm.default or len(product.users) != 1 or not isinstance(kind, Kind):
                 continue
             # Views that end in rows without gaps, of a product without gaps: the same numbers in the same order.
-            (_, m, n), depth = made.shape, shape_of(product.args[0])[2]
-            plain = kind.stride == (kind.shape[1], 1) and made.stride == (m * n, n, 1)
+            (count, m, n), depth = made.shape, shape_of(product.args[0])[2]
+            whole = kind.shape == (count, m * n)  # not a part of it, nor several products in a row
+            plain = whole and kind.stride == (m * n, 1) and made.stride == (m * n, n, 1)
             if plain and kind.dtype == torch.float32 and 0 < depth <= _DEPTH and is_large(piece, cluster):
                 cluster.products[piece] = product
                 self.items = [item for item in self.items if item not in chain]
@@ -157,7 +158,7 @@ class Program:
                         # Neither a result nor a view that this kernel reads elsewhere may be the old value.
                         seen = [*self.results, *(r for r in self._reads(item) if r is not holder)]
                         free = all(root.get(r, r) is not holder for r in seen)
-                        alike = shape_of(holder) == item.shape and kind_of(holder).dtype == kind_of(node).dtype
+                        alike = kind_of(holder) == kind_of(node)
                         if free and last.get(holder, -1) <= at and alike:
                             safe[node] = k
         return safe

@@ -81,12 +81,16 @@ def constant(node: Any) -> str | None:
         return _literal(node.meta["number"])
     if isinstance(node, fx.Node) and node.target in _FILLED:
         return _FILLED[node.target]
+    if isinstance(node, fx.Node) and node.target is aten.full.default:
+        return _literal(node.args[1])
     return None
 
 
 def launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor], part: str = "all") -> None:
     """Run a cluster, or only its products or the rest: outputs go to `place` where it names one, else to new memory."""
-    some = env[cluster.inputs[0]] if cluster.inputs else env[cluster.pieces[0]]
+    factors = [n for product in cluster.products.values() for n in product.all_input_nodes]
+    pieces = [p for p in cluster.pieces if p not in cluster.products]
+    some = env[[*cluster.inputs, *factors, *pieces][0]]
     width = cluster.shape
     out = {n: place[n] if n in place else _room(kind_of(n), some.device) for n in cluster.outputs}
     into = {n: t.view(torch.int8) if t.dtype == torch.bool else t for n, t in out.items()}
@@ -179,7 +183,7 @@ def _segments(cluster: Cluster, env: dict[Any, Any], part: str) -> list[_Segment
 
     for node in cluster.pieces:
         size = shape_of(node)[1]
-        if is_large(node, cluster):
+        if size * 32 > cluster.shape[1]:
             flush(at)
             if node in cluster.products and part != "rest":
                 a, b = (env[n] for n in cluster.products[node].args)
@@ -197,7 +201,7 @@ def _row_place(t: Tensor) -> tuple[str, int]:
     """How a kernel finds (row, column) of a tensor, and the number it needs for it."""
     row, column = t.stride()
     if t.shape[1] == 1:
-        column = 0
+        column = 1  # there is one column only, wherever the next would be
     if column == 0:
         return ("0", 0) if row == 0 else ("row * {s}", row)
     if column == 1:

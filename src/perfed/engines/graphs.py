@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor, fx
 
 from perfed.core import kernels
-from perfed.core.capture import capture
+from perfed.core.capture import capture, queue
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
 from perfed.core.fast import fast
@@ -219,12 +219,17 @@ class Loop:
             self.graphs[width, steps] = Again(run)
             return
         if not known:
-            side = torch.cuda.Stream()
+            side = queue(self.at.device, -1)  # the one that is recorded in: what it has cached serves both
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 once([c.clone() for c in carry])  # everything is compiled and tuned before it is recorded
             torch.cuda.current_stream().wait_stream(side)
-        self.graphs[width, steps] = capture(run, self.at.device, self.pool)
+        try:
+            graph = capture(run, self.at.device, self.pool)
+        except torch.OutOfMemoryError:  # inside a recording nothing is handed back by itself
+            torch.cuda.empty_cache()
+            graph = capture(run, self.at.device, self.pool)
+        self.graphs[width, steps] = graph
 
 
 @dataclass

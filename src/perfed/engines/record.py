@@ -18,12 +18,32 @@ def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph
     """The operations of a function."""
     # Without writing in place, what a value is does not depend on when it is read: the order is then free.
     graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*args).graph
+    _free_of_likes(graph)
     graph.eliminate_dead_code()
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
             node.meta["val"] = Kind(tuple(value.shape), value.stride(), value.dtype)
     return graph
+
+
+_LIKES = {torch.ops.aten.ones_like.default: 1.0, torch.ops.aten.zeros_like.default: 0.0}
+_FEW = 1 << 16  # numbers that are rather kept than made again
+
+
+def _free_of_likes(graph: fx.Graph) -> None:
+    """Numbers "like" a value need only its shape: a gradient begins with ones like the loss, which nobody reads."""
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.target not in _LIKES or not isinstance(value, Tensor):
+            continue
+        if value.is_contiguous() and value.is_floating_point() and value.numel() <= _FEW:
+            with graph.inserting_before(node):
+                kind = {"dtype": value.dtype, "device": value.device}
+                new = graph.call_function(torch.ops.aten.full.default, (list(value.shape), _LIKES[node.target]), kind)
+            new.meta["val"] = value
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)
 
 
 class Kind(NamedTuple):

@@ -17,7 +17,8 @@ from torch.func import vmap
 
 from perfed.core.clients import SPLITS, Clients, alike, join
 from perfed.core.errors import Problem
-from perfed.core.fast import fast
+from perfed.core.fast import fast as with_kernels
+from perfed.core.fast import use_kernels
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -55,6 +56,8 @@ class Vectorised(Engine):
         super().__init__(method, clients.to(method.model.device), **options)
         self.block = block  # clients per block; 0 is the whole cohort
         self.runner = Runner(compile, tuple(sorted(sizes)), _recorder() if fast else None)
+        if fast:
+            use_kernels()
         for split in SPLITS:
             y = self.clients.split(split).y
             if fast and len(y) and not 0 <= int(y.min()) <= int(y.max()) < clients.classes:  # kernels do not look
@@ -98,7 +101,7 @@ class Vectorised(Engine):
     def _rate(self, batch: Batch, models: dict[str, Tensor]) -> Any:
         if self.runner.recorder is None:
             return super()._rate(batch, models)
-        with fast():  # a block of one: the same kernels
+        with with_kernels():  # a block of one: the same kernels
             one = lambda x, y: self.method.rate(Batch(x, y, None, batch.key), models)
             return tree_map(lambda t: t[0], vmap(one)(batch.x[None], batch.y[None]))
 
