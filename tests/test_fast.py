@@ -16,7 +16,6 @@ from perfed.engines.vectorised import Vectorised
 from perfed.federation import Federation
 from perfed.methods.fedavg import FedAvg
 
-pytestmark = pytest.mark.usefixtures("within_arguments")
 SIZES = (8, 3, 7, 5)  # few steps, because interpreted kernels are slow; partial batches, and a client below one
 COHORTS = ((0, 1, 2), (1, 2, 3))
 
