@@ -45,7 +45,7 @@ def plain(x, w, b, layer):
 
 
 LAYERS = {
-    "LeNet's: 5x5, ReLU, max-pool": (Layer(5, relu=True, pool=MAX), 3, 6, (12, 12), True),
+    "LeNet's: 5x5, ReLU, max-pool": (Layer(5, relu=True, pool=MAX), 3, 6, (8, 9), True),
     "ResNet's: 3x3, padded, no bias": (Layer(3, padding=1), 4, 8, (6, 6), False),
     "3x3, stride 2, padded, ReLU": (Layer(3, stride=2, padding=1, relu=True), 4, 4, (7, 7), True),
     "ReLU and average": (Layer(3, relu=True, pool=AVG), 4, 5, (8, 8), True),
@@ -59,7 +59,6 @@ LAYERS = {
     "flattened next, max-pool": (Layer(3, relu=True, pool=MAX, flat=True), 3, 6, (9, 7), True),
     "flattened next, average": (Layer(3, relu=True, pool=AVG, flat=True), 4, 5, (8, 8), True),
     "flattened next, ReLU": (Layer(3, padding=1, relu=True, flat=True), 3, 5, (5, 6), True),
-    "flattened next, plain": (Layer(3, padding=1, flat=True), 3, 5, (5, 6), True),
     "more channels than a tile": (Layer(1, relu=True), 6, 70, (4, 4), True),
 }
 

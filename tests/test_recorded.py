@@ -35,7 +35,7 @@ def picture_clients(last: bool) -> Clients:
         return Split(x if last else x.contiguous(), torch.arange(2 * n) % 3, (n, n))
 
     half = torch.full((3, 1, 1), 0.5)
-    return Clients(("a", "b"), split(6), split(2), split(3), 3, half, half)
+    return Clients(("a", "b"), split(5), split(1), split(2), 3, half, half)
 
 
 def small_cnn() -> nn.Module:
