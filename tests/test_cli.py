@@ -238,8 +238,9 @@ def test_compare(answer, tmp_path):
 # ---------------------------------------------------------------------- a method of one's own
 
 
+@pytest.mark.slow
 def test_new_check_run(answer, call, tmp_path):
-    """Write a method, change three lines, check it, run it."""
+    """Write a method, change three lines, check it, run it; the guide to methods does so unchanged."""
     assert answer("new", "fed_mine") == {"file": "fed_mine.py"}
     path = tmp_path / "fed_mine.py"
     text = path.read_text()

@@ -280,6 +280,7 @@ def test_killed_there(tmp_path, expected, moment):
     assert_same(tmp_path / "run", expected)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(tmp_path, expected):
     """All the moments in one run: every resumption is killed at the next one."""
     verb = ["run", *WORDS, *SEQUENTIAL]

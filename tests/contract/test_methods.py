@@ -104,7 +104,12 @@ def test_every_hyperparameter_matters(entry):
     contract.check_settings(entry)
 
 
-@each_method
+LONG = ("fedalign", "fedbn")  # their networks need normalisation, or two passes
+
+
+@pytest.mark.parametrize(
+    "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
+)
 def test_learns_where_clients_disagree(entry):
     contract.check_learns(entry)
 
