@@ -22,7 +22,7 @@ run: $(READY)  ## The main job: train Local, FedAvg and PGFed on digits and comp
 	$(BIN)/perfed run $(ARGS)
 
 test: check  ## Lint, types, and the tests that are quick
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 test-all: check  ## The same, with the slow tests
 	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)

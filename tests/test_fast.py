@@ -33,9 +33,7 @@ def loops(engine):
     return engine.runner.recorder.loops
 
 
-@pytest.mark.parametrize(
-    ("name", "network"), [("fedavg", "plain"), ("fedavg", "norm"), ("pgfed", "norm"), ("pfedmb", "plain")]
-)
+@pytest.mark.parametrize(("name", "network"), [("fedavg", "plain"), ("fedavg", "norm"), ("pfedmb", "plain")])
 def test_recorded_equals_sequential(name, network):
     check(contract.maker(methods()[name], network)(epochs=1))
 

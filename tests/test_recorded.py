@@ -42,7 +42,7 @@ def small_cnn() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
 
 
-@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.slow), True], ids=["first", "last"])
 def test_pictures_in_any_layout(last):
     clients = picture_clients(last)
     make = lambda: FedAvg(Model(small_cnn), epochs=1, batch_size=4, lr=0.05)

@@ -312,6 +312,7 @@ def kill_at_random(home, expected, draw, engine, longest):
     return done
 
 
+@pytest.mark.slow
 def test_killed_at_random(tmp_path, expected):
     draw = random.Random(0)
     for at in range(2):

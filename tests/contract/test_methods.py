@@ -10,15 +10,22 @@ from perfed.engines.vectorised import Vectorised
 
 METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
+LONG = ("fedalign", "fedbn")  # their networks need normalisation, or two passes
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
+each_short_method = pytest.mark.parametrize(
+    "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
+)
 
 
 def cases():
     """Every method with the networks that suit it; what differs little from another case is slow."""
     for entry in METHODS:
-        for network in contract.networks(entry):
+        suitable = contract.networks(entry)
+        for network in suitable:
             for engine in contract.ENGINES:
-                marks = [pytest.mark.slow] if network == "norm" and engine != "vectorised" else []
+                # Whole cohorts with the network that has more to it, all else with the plain one.
+                rest = (network == "norm") != (engine == "vectorised") and len(suitable) > 1
+                marks = [pytest.mark.slow] if rest else []
                 yield pytest.param(entry, network, engine, marks=marks, id=f"{engine}-{network}-{entry.name}")
 
 
@@ -99,17 +106,12 @@ def test_a_global_model_is_the_same_for_all(entry):
     contract.check_global(entry)
 
 
-@each_method
+@each_short_method
 def test_every_hyperparameter_matters(entry):
     contract.check_settings(entry)
 
 
-LONG = ("fedalign", "fedbn")  # their networks need normalisation, or two passes
-
-
-@pytest.mark.parametrize(
-    "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
-)
+@each_short_method
 def test_learns_where_clients_disagree(entry):
     contract.check_learns(entry)
 
