@@ -165,7 +165,7 @@ def _sum_kind(node: fx.Node) -> torch.dtype:
 
 
 def is_large(piece: fx.Node, cluster: Cluster) -> bool:
-    """Whether a piece is enough for a launch of its own."""
+    """Whether a product is worth working out in the kernel: then it also stands alone."""
     return shape_of(piece)[1] * 8 > cluster.shape[1]
 
 
@@ -183,7 +183,7 @@ def _segments(cluster: Cluster, env: dict[Any, Any], part: str) -> list[_Segment
 
     for node in cluster.pieces:
         size = shape_of(node)[1]
-        if size * 32 > cluster.shape[1]:
+        if size * 32 > cluster.shape[1]:  # enough for a launch of its own
             flush(at)
             if node in cluster.products and part != "rest":
                 a, b = (env[n] for n in cluster.products[node].args)
