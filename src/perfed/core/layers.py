@@ -35,8 +35,7 @@ class Norm(nn.Module):
         if not self.training and not covered(x):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         if not self.training:  # by hand: PyTorch asks for a layout, which vmap cannot tell it
-            x = (x - self.running_mean.view(channel)) * (self.running_var.view(channel) + self.eps).rsqrt()
-            return x if self.weight is None else x * self.weight.view(channel) + self.bias.view(channel)
+            return self._by_hand(x, self.running_mean, self.running_var, channel)
         per_sample = x[0, 0].numel()
         if not self.weighted and x.shape[0] * per_sample > 1:
             return F.batch_norm(
@@ -52,6 +51,9 @@ class Norm(nn.Module):
             unbiased = var * count / (count - 1).clamp_min(1)
             self.running_mean.mul_(1 - self.momentum).add_(self.momentum * mean.detach())
             self.running_var.mul_(1 - self.momentum).add_(self.momentum * unbiased.detach())
+        return self._by_hand(x, mean, var, channel)
+
+    def _by_hand(self, x: Tensor, mean: Tensor, var: Tensor, channel: tuple[int, ...]) -> Tensor:
         x = (x - mean.view(channel)) * (var.view(channel) + self.eps).rsqrt()
         return x if self.weight is None else x * self.weight.view(channel) + self.bias.view(channel)
 
