@@ -77,7 +77,7 @@ def _plot(protocol: Protocol, axes: Any, curves: dict[str, Curve]) -> None:
     for row, (x, mean, std) in curves.items():
         at = places.index(row)
         colour, style = COLOURS[at % len(COLOURS)], STYLES[at // len(COLOURS) % len(STYLES)]
-        thick = 1.4
+        thick = 2.4 if row == protocol.own else 1.4
         if protocol.rows[row].plain:  # often under another curve: dashes let it through
             style, thick = (0, (3, 2 + at % 3)), 2.0
         axes.plot(x, mean, color=colour, linestyle=style, label=protocol.rows[row].title, linewidth=thick)
@@ -98,11 +98,16 @@ def over_rounds(protocol: Protocol, out: Path, column: str) -> Figure | None:
     if not accuracy:
         return None
     figure, (left, right) = _new(protocol, column, 11, 5, 2)
+    loss = _curves(protocol, out, column, "loss", "rounds")
     _plot(protocol, left, accuracy)
-    _plot(protocol, right, _curves(protocol, out, column, "loss", "rounds"))
+    _plot(protocol, right, loss)
+    # Rows differ by points: a start near chance, or a run that blows up, would leave one line of all of them.
+    left.set_ylim(bottom=0.95 * min(np.median(mean) for _, mean, _ in accuracy.values()))
     along = "epoch of the clients that joined" if protocol.columns[column].first else "round"
     left.set(xlabel=along, ylabel=f"{what} test accuracy")
     right.set(xlabel=along, ylabel="mean test loss", yscale="log")
+    ends = [f(mean) for f in (np.nanmin, np.median) for _, mean, _ in loss.values()]
+    right.set_ylim(0.8 * min(ends), 2 * max(ends))
     _legend(figure, left, 4)
     return figure
 
