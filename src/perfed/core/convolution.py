@@ -395,7 +395,7 @@ def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tenso
         )  # fmt: skip
         return tuning.Call(_forward, grid, args, _options(c))
 
-    tuning.run("forward", (C, B, H, W, I, O, *layer, b is not None, _precision()), launch, x.device)
+    tuning.run("forward", (C, B, H, W, I, O, *layer, b is not None, _precision()), launch, x.device, (y, which))
     return y if flat else channels_first(y, real), channels_first(which, real) if noted else x.new_empty(C, 0), wl
 
 
@@ -420,16 +420,14 @@ def backward(
 
     shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, _precision())
     dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
-    dw_all, db_all = {}, {}
 
     def weights(c: dict[str, int]) -> tuning.Call:
         S, turn = c["SPLIT"], bool(c["TURNED"])
-        if S not in dw_all:
-            dw_all[S], db_all[S] = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
-        whole = (dw_all[S], db_all[S], dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
+        dw_all, db_all = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
+        whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
         add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, 32), C), whole, {})
         args = (
-            xl, turned if turn else dense, dw_all[S], db_all[S], B, S, H, W, HO, WO, I, O, k, layer.stride,
+            xl, turned if turn else dense, dw_all, db_all, B, S, H, W, HO, WO, I, O, k, layer.stride,
             layer.padding, bias, _precision(), turn, c["BM"], bn, c["BK"],
         )  # fmt: skip
         product = tuning.Call(_weight_grad, (triton.cdiv(k * k * I, c["BK"]), S, C), args, _options(c), add)
@@ -441,7 +439,7 @@ def backward(
         )  # fmt: skip
         return tuning.Call(_before_pool, (triton.cdiv(B * HO * WO, bp), C), args, {}, product)
 
-    tuning.run("weights", (*shape, layer.relu, layer.pool, flat, need, bias), weights, x.device)
+    tuning.run("weights", (*shape, layer.relu, layer.pool, flat, need, bias), weights, x.device, (dw, db))
     dx = g.new_empty(C, 0)
     if need:
         out = g.new_empty(C, B, H, W, I)
@@ -454,6 +452,6 @@ def backward(
             )  # fmt: skip
             return tuning.Call(_input_grad, (triton.cdiv(B * H * W, c["BM"]), C), args, _options(c))
 
-        tuning.run("inputs", shape, inputs, x.device)
+        tuning.run("inputs", shape, inputs, x.device, (out,))
         dx = channels_first(out, real_i)
     return dx, dw, db

@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from perfed.core.capture import capture
 
@@ -35,13 +37,30 @@ class Call(NamedTuple):
             self.after()
 
     def compile(self) -> None:
-        """Make it ready without running it."""
+        """Make its kernel ready without running it."""
         self.kernel.warmup(*self.args, grid=self.grid, **self.options)
-        if self.after is not None:
-            self.after.compile()
+
+    def each(self) -> list[Call]:
+        """It and what it entails."""
+        return [self] if self.after is None else [self, *self.after.each()]
+
+    def form(self) -> tuple[Any, ...]:
+        """Calls of the same form are compiled to the same code."""
+        free = set(self.kernel.do_not_specialize)
+        named = zip(self.kernel.arg_names, self.args, strict=False)
+        kinds = [a.dtype if isinstance(a, Tensor) else a for name, a in named if name not in free]
+        return (self.kernel, *kinds, *sorted(self.options.items()))
 
 
 Launch = Callable[[Choice], Call]
+
+
+class _Met(NamedTuple):
+    """A shape that has still to be timed."""
+
+    kind: str
+    launch: Launch
+    device: torch.device
 
 
 def _grid(names: str, *rows: tuple[int, ...]) -> list[Choice]:
@@ -61,6 +80,7 @@ CANDIDATES: dict[str, list[Choice]] = {
 
 _chosen: dict[tuple[Any, ...], Choice] = {}
 _loaded: set[Path] = set()
+_later: dict[Any, _Met] | None = None  # inside `together`: shapes by their keys
 seconds = 0.0  # spent on tuning in this process
 
 
@@ -89,6 +109,8 @@ def _load(device: torch.device) -> None:
 
 def _save(device: torch.device) -> None:
     path = _store(device)
+    _loaded.discard(path)
+    _load(device)  # what another process has written since
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [[list(key), choice] for key, choice in _chosen.items()]
@@ -110,23 +132,69 @@ def choice(kind: str, shape: tuple[Any, ...], device: torch.device) -> Choice:  
     return _chosen.get(_key(kind, shape), CANDIDATES[kind][0])
 
 
-def decide(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device) -> None:
-    """Time every candidate and keep the fastest."""
+@contextlib.contextmanager
+def together() -> Iterator[dict[Any, _Met]]:
+    """Shapes that are met in here are timed at its end, all of them: then the compiler has work for every core.
+
+    Meanwhile their kernels do not run, and give zeros: what is computed in here is of no use but for its shapes.
+    """
+    global _later
+    if _later is not None:  # somebody further out does it
+        yield {}
+        return
+    _later = {}
+    try:
+        yield _later
+        met = _later
+    finally:
+        _later = None
+    if met:
+        decide(met)
+
+
+def prepared(run: Callable[[], Any]) -> Any:
+    """What `run` returns; all its shapes are timed first."""
+    with together() as met:
+        out = run()
+    return run() if met else out
+
+
+def decide(met: dict[Any, _Met]) -> None:
+    """Time every candidate of these shapes and keep the fastest of each."""
     global seconds
     began = time.monotonic()
-    calls = [launch(c) for c in CANDIDATES[kind]]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # the compiler is not Python: it runs in parallel
-        list(pool.map(Call.compile, calls))
-    times = [(_time(call, device), at) for at, call in enumerate(calls)]
-    _chosen[_key(kind, shape)] = CANDIDATES[kind][min(times)[1]]
-    _save(device)
+    try:
+        _decide(met)
+    except torch.OutOfMemoryError:  # what each of them needs is held at the same time
+        torch.cuda.empty_cache()
+        for key, one in met.items():
+            _decide({key: one})
     seconds += time.monotonic() - began
 
 
-def run(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device) -> None:
-    """Launch with the best parameters known, finding them first where there are none."""
+def _decide(met: dict[Any, _Met]) -> None:
+    device = next(iter(met.values())).device
+    calls = {key: [one.launch(c) for c in CANDIDATES[one.kind]] for key, one in met.items()}
+    forms = {call.form(): call for some in calls.values() for whole in some for call in whole.each()}
+    enter = lambda: torch.cuda.set_device(device)  # a thread begins with the first one
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=enter) as pool:  # the compiler is not Python
+        list(pool.map(Call.compile, forms.values()))
+    for key, one in met.items():
+        times = [(_time(call, device), at) for at, call in enumerate(calls[key])]
+        _chosen[key] = CANDIDATES[one.kind][min(times)[1]]
+    _save(device)
+
+
+def run(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device, into: Sequence[Tensor]) -> None:
+    """Launch with the best parameters known, finding them first where there are none; `into` is what it writes."""
     if undecided(kind, shape, device):
-        decide(kind, shape, launch, device)
+        key, met = _key(kind, shape), _Met(kind, launch, device)
+        if _later is not None:
+            _later.setdefault(key, met)
+            for tensor in into:
+                tensor.zero_()
+            return
+        decide({key: met})
     launch(choice(kind, shape, device))()
 
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
-from perfed.core import kernels
+from perfed.core import kernels, tuning
 from perfed.core.capture import capture, queue
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
@@ -201,7 +201,8 @@ class Loop:
         """Make the graph of this number of rows and steps."""
         known = width in self.programs
         if not known:
-            self.programs[width] = self._program(width)
+            with tuning.together():
+                self.programs[width] = self._program(width)
         program = self.programs[width]
 
         def once(carry: list[Tensor]) -> None:

@@ -11,13 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph:
     """The operations of a function."""
     # Without writing in place, what a value is does not depend on when it is read: the order is then free.
-    graph = make_fx(torch.func.functionalize(function, remove="mutations"))(*args).graph
+    whole = make_fx(torch.func.functionalize(function, remove="mutations"))
+    # One mode to describe all values in: left to itself, make_fx makes one for each, which takes longer than the rest.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        graph = whole(*args).graph
     _free_of_likes(graph)
     graph.eliminate_dead_code()
     for node in graph.nodes:

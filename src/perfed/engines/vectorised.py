@@ -24,6 +24,7 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, derive
 from perfed.core.tree import send, tree_map
+from perfed.core.tuning import prepared
 from perfed.engines.base import Engine, Evaluation, Scores, Task, Training, Uploads, uploads
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 
@@ -103,7 +104,7 @@ class Vectorised(Engine):
             return super()._rate(batch, models)
         with with_kernels():  # a block of one: the same kernels
             one = lambda x, y: self.method.rate(Batch(x, y, None, batch.key), models)
-            return tree_map(lambda t: t[0], vmap(one)(batch.x[None], batch.y[None]))
+            return tree_map(lambda t: t[0], prepared(lambda: vmap(one)(batch.x[None], batch.y[None])))
 
     def _send(self, numbers: Tensor) -> Tensor:
         return send(numbers, self.method.model.device)
