@@ -20,6 +20,7 @@ from perfed.core.messages import Up, reduce
 from perfed.core.model import Model
 from perfed.core.random import derive, shuffle, uniform
 from perfed.engines import make_engine, pick_device, pick_engine
+from perfed.engines.base import Asked
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
@@ -152,7 +153,7 @@ def test_mean_is_exact_over_chunks(engine):
     clients = make_clients(sizes)
     method = fedavg()
     theta = method.init_server(2)
-    scores = engine(method, clients).evaluate(1, [0, 1], (), method.broadcast(theta, torch.arange(2)))
+    scores = engine(method, clients).evaluate(1, Asked([0, 1], (), method.broadcast(theta, torch.arange(2))))
     for id in (0, 1):
         first, count = clients.test.start[id], clients.test.size[id]
         logits = method.model.apply(theta, clients.test.x[first : first + count])[0]
@@ -175,8 +176,7 @@ def test_a_shared_model_is_scored_as_if_client_by_client(engine, sizes):
     assert contract.difference(federation.evaluate(models.__setitem__), found) == 0
     federation.engine.close()
     assert all(torch.equal(models[id]["personal"], federation.server) for id in range(len(sizes)))
-    reference, ids = Sequential(federation.method, clients), range(len(sizes))
-    expected = reference.evaluate(1, ids, (), federation.method.broadcast(federation.server, torch.tensor(ids))).values
+    expected = Sequential(federation.method, clients).evaluate(1, federation.show([*range(len(sizes))])).values
     assert contract.difference(found, expected) < 1e-12
     assert found["test"]["personal"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
 

@@ -13,6 +13,7 @@ from perfed.catalog import find, methods
 from perfed.cli import main
 from perfed.core.errors import Problem
 from perfed.core.model import Model
+from perfed.engines.base import Asked
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Together, Vectorised
 from perfed.engines.workers import Workers
@@ -156,7 +157,7 @@ def train_once(engine, ids, done):
     try:
         method = engine.method
         down = method.broadcast(method.init_server(5), torch.tensor(ids))
-        return engine.train(1, 0, ids, (), down, done)[1].mean
+        return engine.train(1, 0, Asked(ids, (), down, done))[1].mean
     finally:
         engine.close()
 

@@ -20,11 +20,10 @@ from perfed import files
 from perfed.catalog import RUN_SETS, Entry
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
-from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.tree import leaves, tree_map
-from perfed.engines.base import Engine
+from perfed.engines.base import Asked, Engine
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Together, Vectorised
 from perfed.engines.workers import Workers
@@ -261,10 +260,11 @@ def check_pure(entry: Entry) -> None:
     make = maker(entry, "norm")
 
     class Guard(Sequential):
-        def train(self, round: int, exchange: int, ids: Any, states: Any, down: Down, done: Any = None) -> Any:
-            before = tree_map(torch.clone, (states, down.shared, down.own))
-            result = super().train(round, exchange, ids, states, down, done)
-            assert difference((states, down.shared, down.own), before) == 0, "local changed its inputs in place"
+        def train(self, round: int, exchange: int, asked: Asked) -> Any:
+            given = asked.states, asked.down.shared, asked.down.own
+            before = tree_map(torch.clone, given)
+            result = super().train(round, exchange, asked)
+            assert difference(given, before) == 0, "local changed its inputs in place"
             return result
 
     method = make()
@@ -321,12 +321,11 @@ def check_global(entry: Entry) -> None:
     method = maker(entry, "norm")()
     if not method.one_for_all:
         return
-    engine, ids = Sequential(method, toy_clients(), seed=5), range(len(SIZES))
+    engine = Sequential(method, toy_clients(), seed=5)
     federation = Federation(engine)
     for cohort in COHORTS:
         federation.step(cohort)
-    down = federation.method.show(federation.server, torch.tensor(ids))
-    for found in engine.models(federation.round, ids, federation.states.take(ids), down).values():
+    for found in engine.models(federation.round, federation.show(list(range(len(SIZES))))).values():
         assert bool((found == found[0]).all()), "it says evaluates = 'global', but clients have different models"
 
 

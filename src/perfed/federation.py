@@ -11,11 +11,11 @@ from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
-from perfed.core.messages import Down, Up, count_bytes, reduce
+from perfed.core.messages import Up, count_bytes, reduce
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.tree import leaves, rows, send, tree_map
-from perfed.engines.base import Engine, Scores, Uploads, Values
+from perfed.engines.base import Asked, Engine, Scores, Uploads, Values
 from perfed.engines.vectorised import Together
 from perfed.faults import Answers, Faults
 from perfed.states import States
@@ -31,9 +31,6 @@ class Diverged(Problem):
     def __init__(self, text: str, runs: dict[Any, str] | None = None):
         super().__init__(text)
         self.runs = runs or {}  # of several runs, those that diverged, each with its own text
-
-
-Asked = tuple[list[int], State, Down, list[int] | None]
 
 
 @dataclass
@@ -116,12 +113,12 @@ class Federation:
         """All exchanges of a round; where nobody answers, the server stays as it is."""
         for exchange in range(self.method.exchanges if self.answers.ids else 0):
             asked = self.ask(self.answers.ids)
-            self.receive(asked, *self.engine.train(self.round + 1, exchange, *asked), alone=alone)
+            self.receive(asked, *self.engine.train(self.round + 1, exchange, asked), alone=alone)
 
     def ask(self, ids: list[int]) -> Asked:
-        """An exchange as an engine wants it: clients, their states, what they receive, the epochs that they finish."""
+        """An exchange as an engine wants it."""
         down = self.method.broadcast(self.server, send(torch.tensor(ids), self.method.model.device))
-        return ids, self.states.take(ids), down, self.answers.done
+        return Asked(ids, self.states.take(ids), down, self.answers.done)
 
     def receive(self, asked: Asked, states: State, up: Uploads, alone: bool = True) -> None:
         """What an exchange gave: counted, looked at, and made into the server's and the clients' new states.
@@ -165,18 +162,15 @@ class Federation:
             return values
         pieces = []
         for ids in pieces_of(self):
-            found = self.engine.evaluate(self.round, *self.show(ids), keep=save is not None, full=full)
+            found = self.engine.evaluate(self.round, self.show(ids), keep=save is not None, full=full)
             self._save(ids, found, save)
             pieces.append(found.values)
         return tree_map(lambda *t: torch.cat(t).cpu(), *pieces)
 
-    def show(self, ids: list[int]) -> tuple[list[int], State, Down]:
+    def show(self, ids: list[int]) -> Asked:
         """An evaluation as an engine wants it."""
-        return (
-            ids,
-            self.states.take(ids),
-            self.method.show(self.server, send(torch.tensor(ids), self.method.model.device)),
-        )
+        down = self.method.show(self.server, send(torch.tensor(ids), self.method.model.device))
+        return Asked(ids, self.states.take(ids), down)
 
     @staticmethod
     def _save(ids: list[int], found: Scores, save: Callable[[int, dict[str, Tensor]], None] | None) -> None:
@@ -186,10 +180,10 @@ class Federation:
 
     def shared(self) -> dict[str, Tensor] | None:
         """The model(s) that all clients predict with, where they are the same for all."""
-        down = self.method.show(self.server, send(torch.tensor([0]), self.method.model.device))
-        if not self.method.one_for_all or leaves(down.own):
+        asked = self.show([0])
+        if not self.method.one_for_all or leaves(asked.down.own):
             return None
-        return rows(self.engine.models(self.round, [0], self.states.take([0]), down), 0)
+        return rows(self.engine.models(self.round, asked), 0)
 
     def _count(self, receivers: int, down: Any, up: Any) -> None:
         model = self.method.model

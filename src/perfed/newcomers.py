@@ -16,6 +16,7 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.core.tree import rows, stack, tree_map
+from perfed.engines.base import Asked
 from perfed.engines.sequential import Sequential
 from perfed.experiment import SERVER, load_clients, make_method, save_models
 from perfed.observe.metrics import by_client
@@ -33,8 +34,8 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     engine, states = Sequential(method, clients, seed=run.config.run.seed), stack([method.init_client() for _ in ids])
     down = _for_all(method, server, len(ids))
     for round in range(rounds):
-        states, _ = engine.train(result["rounds"] + 1 + round, 0, ids, states, down)
-    scores = engine.evaluate(result["rounds"] + rounds, ids, states, down, keep=True)
+        states, _ = engine.train(result["rounds"] + 1 + round, 0, Asked(ids, states, down))
+    scores = engine.evaluate(result["rounds"] + rounds, Asked(ids, states, down), keep=True)
     folder = out or run.path / name / "newcomers"
     found, taken = [], set()
     for id, one in enumerate(by_client(scores.values)):

@@ -29,6 +29,15 @@ from perfed.wire import Transform, identity
 _ON_GPU = 1 << 14  # samples that a model is given at once
 
 
+class Asked(NamedTuple):
+    """Clients that are asked for something."""
+
+    ids: Sequence[int]
+    states: State  # theirs, a row for each
+    down: Down  # what they receive; `own` has a row for each
+    done: Sequence[int] | None = None  # epochs that each of them finishes, where there are stragglers
+
+
 class Uploads(NamedTuple):
     """Rows of uploads, in the order of the clients asked for."""
 
@@ -68,33 +77,18 @@ class Engine(ABC):
         self.method = method if method.population else replace(method, population=len(clients))
         self.clients, self.seed, self.wire = clients, seed, wire
 
-    def train(
-        self,
-        round: int,
-        exchange: int,
-        ids: Sequence[int],
-        states: State,
-        down: Down,
-        done: Sequence[int] | None = None,
-    ) -> tuple[State, Uploads]:
-        """One exchange: every client's `local`, with its row of `states` and of `down.own`; returns the new rows.
+    def train(self, round: int, exchange: int, asked: Asked) -> tuple[State, Uploads]:
+        """One exchange: every client's `local`; returns the new rows of states, and what they send."""
+        return uploads(self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), asked))
 
-        `done`: the epochs that each client finishes, where there are stragglers.
-        """
-        out = self._each(Training(self.method, self.wire), self.key(TRAIN, round, exchange), ids, states, down, done)
-        return uploads(out)
-
-    def evaluate(
-        self, round: int, ids: Sequence[int], states: State, down: Down, keep: bool = False, full: bool = False
-    ) -> Scores:
+    def evaluate(self, round: int, asked: Asked, keep: bool = False, full: bool = False) -> Scores:
         """Every client's model(s), and their scores on the client's own validation and test samples.
 
         `full`: also macro-F1 and AUC, for which the samples pass through the models once more.
         """
         full = full and self.method.usual
         task = Evaluation(self.method, self.splits, keep or full)
-        out = self._each(task, self.key(PERSONALISE, round), ids, states, down)
-        return self.scored(out, ids, keep, full)
+        return self.scored(self._each(task, self.key(PERSONALISE, round), asked), asked.ids, keep, full)
 
     def scored(self, out: dict[str, Any], ids: Sequence[int], keep: bool, full: bool) -> Scores:
         """What an evaluation found, from the results of its task."""
@@ -121,9 +115,9 @@ class Engine(ABC):
         some = [x[at : min(at + self._step, last)] for at in range(first, last, self._step)]
         return [model.apply(theta, self.clients.ready(rows, model.dtype))[0] for rows in some]
 
-    def models(self, round: int, ids: Sequence[int], states: State, down: Down) -> dict[str, Tensor]:
+    def models(self, round: int, asked: Asked) -> dict[str, Tensor]:
         """Every client's model(s), not scored."""
-        return self._each(Evaluation(self.method, (), True), self.key(PERSONALISE, round), ids, states, down)["models"]
+        return self._each(Evaluation(self.method, (), True), self.key(PERSONALISE, round), asked)["models"]
 
     def score_all(self, models: dict[str, Tensor], full: bool = False) -> Values:
         """Scores of models that all clients share: their samples in large pieces, then means for each client."""
@@ -193,15 +187,7 @@ class Engine(ABC):
         return send(derive(self.seed, *parts), self.method.model.device)
 
     @abstractmethod
-    def _each(
-        self,
-        task: Task,
-        key: Tensor,
-        ids: Sequence[int],
-        states: State,
-        down: Down,
-        done: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
         """Stacked results of `task(state, down, data, key)` for each client, with its rows of states and down.own."""
 
     def close(self) -> None:  # noqa: B027 (most engines hold nothing)

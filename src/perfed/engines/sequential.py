@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from perfed.core.messages import Down
 from perfed.core.method import State
 from perfed.core.random import derive
 from perfed.core.tree import rows, stack
-from perfed.engines.base import Engine, Task
+from perfed.engines.base import Asked, Engine, Task
 
 
 class Sequential(Engine):
@@ -29,15 +28,8 @@ class Sequential(Engine):
         data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype, done=done)
         return task(state, down, data, key)
 
-    def _each(
-        self,
-        task: Task,
-        key: Tensor,
-        ids: Sequence[int],
-        states: State,
-        down: Down,
-        done: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
+        ids, states, down, done = asked
         each = []
         for row, id in enumerate(ids):
             state, own = rows((states, down.own), row)

@@ -25,7 +25,7 @@ from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, derive
 from perfed.core.tree import send, tree_map
 from perfed.core.tuning import prepared
-from perfed.engines.base import Engine, Evaluation, Scores, Task, Training, Uploads, uploads
+from perfed.engines.base import Asked, Engine, Evaluation, Scores, Task, Training, Uploads, uploads
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 
 if TYPE_CHECKING:
@@ -69,16 +69,8 @@ class Vectorised(Engine):
         """Share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
-    def _each(
-        self,
-        task: Task,
-        key: Tensor,
-        ids: Sequence[int],
-        states: State,
-        down: Down,
-        done: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
-        return self._all([Part(self, task, key, ids, states, down, done)])[0]
+    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
+        return self._all([Part(self, task, key, asked)])[0]
 
     def _all(self, parts: Sequence[Part], clients: Clients | None = None) -> list[dict[str, Any]]:
         """Results of every part; the clients of all parts are rows of the same blocks."""
@@ -119,14 +111,14 @@ class Vectorised(Engine):
         kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
         pick = lambda t: t if kept else t.index_select(0, row)
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
-        done = [parts[at].finishes(row) for at, row in rows] if any(part.done for part in parts) else None
+        done = [parts[at].finishes(row) for at, row in rows] if any(part.asked.done for part in parts) else None
         block = Block(clients, held, self._send(torch.tensor(held)), self.runner, m.model.dtype, m.epochs, done)
-        states, own = take([part.states for part in parts]), take([part.down.own for part in parts])
+        states, own = take([part.asked.states for part in parts]), take([part.asked.down.own for part in parts])
         keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
         varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
-        shared = parts[0].down.shared  # the same for all rows, where there is one part
+        shared = parts[0].asked.down.shared  # the same for all rows, where there is one part
         if len(parts) > 1:
-            shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(p.down.shared for p in parts))
+            shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(p.asked.down.shared for p in parts))
 
         def one(
             state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], done: Any, shared: Any
@@ -147,15 +139,16 @@ class Part:
     engine: Engine
     task: Any
     key: Tensor
-    ids: Sequence[int]
-    states: State
-    down: Down
-    done: Sequence[int] | None = None  # epochs that each client finishes, where there are stragglers
+    asked: Asked
     offset: int = 0  # of this run's clients among those of all runs
+
+    @property
+    def ids(self) -> Sequence[int]:
+        return self.asked.ids
 
     def finishes(self, row: int) -> int:
         """The epochs that a client finishes."""
-        return self.done[row] if self.done else self.engine.method.epochs
+        return self.asked.done[row] if self.asked.done else self.engine.method.epochs
 
 
 class Together:
@@ -186,7 +179,7 @@ class Together:
     def _parts(self, tasks: Sequence[Any], keys: Sequence[Tensor], asked: Sequence[Asked]) -> list[Part]:
         self.first.method.model.seeds = self.seeds
         rows = zip(self.engines, tasks, keys, asked, self.offsets, strict=True)
-        return [Part(engine, task, key, *ask, offset) for engine, task, key, ask, offset in rows]
+        return [Part(engine, task, key, ask, offset) for engine, task, key, ask, offset in rows]
 
     def train(self, round: int, exchange: int, asked: Sequence[Asked]) -> list[tuple[State, Uploads]]:
         """One exchange of every run."""
@@ -194,22 +187,18 @@ class Together:
         keys = [engine.key(TRAIN, round, exchange) for engine in self.engines]
         return [uploads(out) for out in self.first._all(self._parts(tasks, keys, asked), self.clients)]
 
-    def evaluate(self, round: int, shown: Sequence[Shown], keep: bool = False, full: bool = False) -> list[Scores]:
+    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False, full: bool = False) -> list[Scores]:
         """Every run's models and their scores."""
         full = full and self.first.method.usual
         tasks = [Evaluation(self.first.method, self.first.splits, keep or full) for _ in self.engines]
         keys = [engine.key(PERSONALISE, round) for engine in self.engines]
-        found = self.first._all(self._parts(tasks, keys, [(*one, None) for one in shown]), self.clients)
-        rows = zip(self.engines, found, shown, strict=True)
-        return [engine.scored(out, one[0], keep, full) for engine, out, one in rows]
+        found = self.first._all(self._parts(tasks, keys, asked), self.clients)
+        rows = zip(self.engines, found, asked, strict=True)
+        return [engine.scored(out, one.ids, keep, full) for engine, out, one in rows]
 
 
 def _name(method: Method) -> tuple[str, str]:
     return type(method).__module__, type(method).__qualname__  # a user's file is a new class each time it is read
-
-
-Shown = tuple[Sequence[int], State, Down]  # clients, their states, what they receive
-Asked = tuple[Sequence[int], State, Down, Sequence[int] | None]  # and the epochs that they finish
 
 
 def _same_samples(one: Clients, two: Clients) -> bool:

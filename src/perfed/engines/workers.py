@@ -25,9 +25,8 @@ from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
-from perfed.core.method import State
 from perfed.core.tree import pack, rows, stack, tree_map, unpack
-from perfed.engines.base import Evaluation, Task, Training, Values
+from perfed.engines.base import Asked, Evaluation, Task, Training, Values
 from perfed.engines.sequential import Sequential
 
 
@@ -114,15 +113,8 @@ class Workers(Sequential):
         self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
-    def _each(
-        self,
-        task: Task,
-        key: Tensor,
-        ids: Sequence[int],
-        states: State,
-        down: Down,
-        done: Sequence[int] | None = None,
-    ) -> dict[str, Any]:
+    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
+        ids, states, down, done = asked
         size = self.clients.train.size
         order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # the largest is taken first
         # Clients that only predict are quick: several go together.
