@@ -397,8 +397,11 @@ class Batch:
         federations = [job.federation for job in self.jobs]
         return step_together(federations, self.engine) if self.engine else [federations[0].step()]
 
-    def evaluate(self, last: bool) -> None:
-        """Score every job's models; after the last round, save them."""
+    def evaluate(self, last: bool) -> dict[Path, str]:
+        """Score every job's models; after the last round, save them. Returns runs that diverged."""
+        diverged = self.check() if last else {}
+        if not self.jobs:
+            return diverged
         federations, savers = [job.federation for job in self.jobs], [job.saver(last) for job in self.jobs]
         full = self.jobs[0].run.scores == "every" or (last and self.jobs[0].run.scores == "last")
         found = (
@@ -406,10 +409,13 @@ class Batch:
             if self.engine
             else [federations[0].evaluate(savers[0], full)]
         )
-        for job, values in zip(self.jobs, found, strict=True):
-            job.judge(values)
+        values = dict(zip(self.jobs, found, strict=True))
+        diverged |= self.check()
+        for job in self.jobs:
+            job.judge(values[job])
             if job.stopped:  # known only now that the models are scored
                 job.values = job.federation.evaluate(job.saver(True), job.run.scores != "none")
+        return diverged
 
     def check(self) -> dict[Path, str]:
         """Let go of runs that diverged; returns them."""
@@ -438,10 +444,10 @@ def _train(jobs: list[Job], console: Console) -> dict[Path, str]:
                 round = batch.jobs[0].federation.round
                 last = round == run.rounds
                 due = last or round % run.eval_every == 0
-                if due or round % run.checkpoint_every == 0 or not jobs[0].experiment.device.startswith("cuda"):
+                if due:
+                    diverged |= batch.evaluate(last)
+                elif round % run.checkpoint_every == 0 or not jobs[0].experiment.device.startswith("cuda"):
                     diverged |= batch.check()
-                if due and batch.jobs:
-                    batch.evaluate(last)
                 seconds, left = (time.monotonic() - began) / len(cohorts), []
                 for job in batch.jobs:
                     stopped = job.stopped if due else ""

@@ -153,9 +153,16 @@ class Federation:
 
         `full`: macro-F1 and AUC, too.
         """
-        self.check()
+        if save is not None:
+            self.check()
+        values = self._scores(save, full)
+        self.check()  # not before: a GPU would stand still while the host makes up what comes next
+        return tree_map(torch.Tensor.cpu, values)
+
+    def _scores(self, save: Callable[[int, dict[str, Tensor]], None] | None, full: bool) -> Values:
+        """The same, still on the device, and not looked at."""
         if (shared := self.shared()) is not None:
-            values = tree_map(torch.Tensor.cpu, self.engine.score_all(shared, full and self.method.usual))
+            values = self.engine.score_all(shared, full and self.method.usual)
             if save is not None:
                 for id in range(len(self.clients)):
                     save(id, shared)
@@ -165,7 +172,7 @@ class Federation:
             found = self.engine.evaluate(self.round, self.show(ids), keep=save is not None, full=full)
             self._save(ids, found, save)
             pieces.append(found.values)
-        return tree_map(lambda *t: torch.cat(t).cpu(), *pieces)
+        return tree_map(lambda *t: torch.cat(t), *pieces)
 
     def show(self, ids: list[int]) -> Asked:
         """An evaluation as an engine wants it."""
@@ -254,14 +261,15 @@ def evaluate_together(
     savers: Sequence[Callable[[int, dict[str, Tensor]], None] | None] | None = None,
     full: bool = False,
 ) -> list[Values]:
-    """The evaluation of several runs."""
+    """The evaluation of several runs; `check` of each says whether its scores mean anything."""
     each: Sequence[Any] = savers or [None] * len(federations)
     keep = any(save is not None for save in each)
-    if any(f.shared() is not None for f in federations):  # one model for all clients is quick to score as it is
-        return [f.evaluate(save, full) for f, save in zip(federations, each, strict=True)]
-    pieces: list[list[Values]] = [[] for _ in federations]
-    for f in federations:
+    for f in federations if keep else ():
         f.check()
+    if any(f.shared() is not None for f in federations):  # one model for all clients is quick to score as it is
+        values = [f._scores(save, full) for f, save in zip(federations, each, strict=True)]
+        return tree_map(torch.Tensor.cpu, values)
+    pieces: list[list[Values]] = [[] for _ in federations]
     for ids in pieces_of(federations[0]):
         scores = engine.evaluate(federations[0].round, [f.show(ids) for f in federations], keep, full)
         for at, (f, found) in enumerate(zip(federations, scores, strict=True)):
