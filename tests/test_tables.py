@@ -124,6 +124,50 @@ def test_rows_that_read_other_rows_bring_them_along():
     assert (made.seeds, made.own) == (2, "")
 
 
+def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
+    """20 local steps in 30 rounds are the work of one round of 600: both rows are read at the same amount of work."""
+    from rich.console import Console
+
+    from perfed.report.table_figures import _curves
+    from perfed.tables.cells import carry_out
+
+    made = protocol.find("pfedmt-1")
+    long, short = (made.config(column, "fedavg-rounds", 0).run for column in ("mnist-mlr-600", "mnist-mlr-100"))
+    assert [(one.rounds, one.eval_every) for one in (long, short)] == [(18_000, 300), (3000, 300)]
+    text = """
+        title = "t"
+        paper = "p"
+        rule = "last"
+        seeds = 1
+        figures = ["rounds"]
+        [all]
+        data = { clients = 4 }
+        model = { name = "mlr" }
+        train = { epochs = 1 }
+        run = { rounds = 2, engine = "sequential" }
+        [columns.long]
+        title = "long"
+        [columns.short]
+        title = "short"
+        same = "long"
+        until = 1
+        run = { rounds = 1 }
+        [rows.fedavg]
+        [rows.three]
+        method = "fedavg"
+        times = 3
+        """
+    (tmp_path / "mine.toml").write_text(text)
+    made = protocol.find(str(tmp_path / "mine.toml"))
+    carry_out(made, tmp_path, Console(quiet=True), {})
+    rounds = {(c, r): result.found(made, tmp_path, c, r)[0]["rounds"] for c in made.columns for r in made.rows}
+    assert rounds == {
+        ("long", "fedavg"): [1, 2], ("long", "three"): [3, 6], ("short", "fedavg"): [1], ("short", "three"): [3],
+    }  # fmt: skip
+    curves = _curves(made, tmp_path, "long", "mean", "rounds")
+    assert [curves[row][0].tolist() for row in made.rows] == [[1, 2], [1, 2]]
+
+
 # ------------------------------------------------------------------ arithmetic
 
 

@@ -68,6 +68,8 @@ def _curves(protocol: Protocol, out: Path, column: str, what: str, along: str) -
         length = min(len(one["rounds"]) for one in seeds)  # as far as all seeds go: run.patience may stop one before
         table = np.array([[np.nan if v is None else v for v in one[what][:length]] for one in seeds])
         x = np.mean([one[along][:length] for one in seeds], axis=0)
+        if along == "rounds":
+            x = x / protocol.rows[protocol.rows[row].runs].times  # of the column's length
         curves[row] = (x, table.mean(0), table.std(0))
     return curves
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perfed import datasets, models
-from perfed.config import SECTIONS, Config, assign, from_dict, read_toml
+from perfed.config import SECTIONS, Config, RunConfig, assign, from_dict, read_toml
 from perfed.core.errors import Problem, nearest
 
 HERE = Path(__file__).resolve()
@@ -27,7 +27,8 @@ _PARTS = (*SECTIONS, "train")
 NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
 NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores"}
 _COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
-_ROW = {"method", "title", "settings", "run", "grid", "model", "cell", "paper", "std", "plain", "at", "note", "watch"}
+_ROW = {"method", "title", "settings", "run", "times", "grid", "model", "cell", "paper", "std", "plain", "at", "note"}
+_ROW |= {"watch"}
 _FILE = {"title", "paper", "kind", "rule", "metric", "seeds", "own", "target", "runs", "show", "figures", "notes"}
 _QUICK = {"columns", "rows", "seeds", "settings", *_PARTS}
 
@@ -56,6 +57,7 @@ class Row:
     run: dict[str, Any]
     at: dict[str, dict[str, Any]]  # settings that differ by column
     grid: dict[str, list[Any]]
+    times: int = 1  # rounds of this row for each of the column's, where rounds are not the same work
     model: str = "personal"  # which of the method's models is scored
     cell: str = ""  # the row whose runs are read, where it is not this one
     plain: bool = False  # not in the paper: shows what is the method's own doing
@@ -112,6 +114,10 @@ class Protocol:
         over = self.change.get("settings", {}).get(how.name, {})
         raw["methods"] = [how.method]
         raw["run"] |= {"save_models": "none", **how.run, **self.change.get("run", {}), "seed": seed, "baseline": False}
+        if how.times > 1:  # as many evaluations
+            default = RunConfig()
+            for key in ("rounds", "eval_every"):
+                raw["run"][key] = how.times * raw["run"].get(key, getattr(default, key))
         raw["method"] = {how.method: {**how.settings, **how.at.get(column, {}), **over}}
         made = from_dict(raw)
         datasets.check(dataclasses.replace(made.data, dir=None))
@@ -177,7 +183,7 @@ def _row(path: Path, name: str, table: dict[str, Any], columns: list[str]) -> Ro
     both = zip(columns, numbers, deviations or [None for _ in numbers], strict=False)  # no numbers: none at all
     paper: dict[str, tuple[float, float | None]]
     paper = {column: (float(number), std) for column, number, std in both if not math.isnan(number)}
-    kept = {key: table[key] for key in ("model", "cell", "plain", "note", "watch") if key in table}
+    kept = {key: table[key] for key in ("times", "model", "cell", "plain", "note", "watch") if key in table}
     tables = {key: table.get(key, {}) for key in ("settings", "run", "at", "grid")}
     return Row(name, table.get("title", name), table.get("method", name), **tables, **kept, paper=paper)
 

@@ -23,7 +23,8 @@ TEXTS = ("table", "label", "column", "row", "title", "plain", "rule", "machine",
 
 def found(protocol: Protocol, out: Path, column: str, row: str) -> dict[int, dict[str, Any]]:
     """What each finished seed of a cell says."""
-    how, seeds = (protocol.rows[row].model, protocol.columns[column].until), {}
+    one = protocol.rows[row]
+    how, seeds = (one.model, protocol.columns[column].until * protocol.rows[one.runs].times), {}
     for seed in range(protocol.seeds):
         one = cell(protocol, out, column, row, seed)
         if one.done:
