@@ -255,6 +255,10 @@ def check_statistics(entry: Entry) -> None:
     assert all(m.isfinite().all() for m in moved), "BatchNorm statistics are not finite"
 
 
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree)
+
+
 def check_pure(entry: Entry) -> None:
     """None of the six functions writes into what it is given."""
     make = maker(entry, "norm")
@@ -262,7 +266,7 @@ def check_pure(entry: Entry) -> None:
     class Guard(Sequential):
         def train(self, round: int, exchange: int, asked: Asked) -> Any:
             given = asked.states, asked.down.shared, asked.down.own
-            before = tree_map(torch.clone, given)
+            before = _copied(given)
             result = super().train(round, exchange, asked)
             assert difference(given, before) == 0, "local changed its inputs in place"
             return result
@@ -270,11 +274,11 @@ def check_pure(entry: Entry) -> None:
     method = make()
     federation = Federation(Guard(method, toy_clients(), seed=5))
     for cohort in COHORTS:
-        before = tree_map(torch.clone, federation.server)
+        before = _copied(federation.server)
         server = federation.server
         federation.step(cohort)
         assert difference(server, before) == 0, "broadcast or aggregate changed the server's state in place"
-    server, states = tree_map(torch.clone, federation.server), dict(federation.states)
+    server, states = _copied(federation.server), dict(federation.states)
     federation.evaluate()
     assert difference((federation.server, dict(federation.states)), (server, states)) == 0, (
         "personalise changed a state"
@@ -309,7 +313,8 @@ def check_stable(entry: Entry) -> None:
     """The forms of server and client states do not change between rounds."""
     method = maker(entry)()
     federation = Federation(Sequential(method, toy_clients(), seed=5))
-    form = lambda tree: tree_map(lambda t: (tuple(t.shape), str(t.dtype)), tree)
+    kind = lambda t: (tuple(t.shape), str(t.dtype)) if isinstance(t, Tensor) else type(t).__name__
+    form = lambda tree: tree_map(kind, tree)
     server = form(federation.server)
     for cohort in COHORTS:
         federation.step(cohort)  # refuses a client's state of another form

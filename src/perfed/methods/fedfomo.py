@@ -22,6 +22,7 @@ from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method
 from perfed.core.random import derive, uniform
+from perfed.core.tree import send
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class FedFomo(Method):
     def init_server(self, clients):
         w, none = self.model.init(self.seed), torch.zeros(clients, dtype=torch.bool, device=self.model.device)
         table = {"models": w.repeat(clients, 1), "seen": none, "preference": w.new_zeros(clients, clients)}
-        return {**table, "w": w, "round": torch.zeros((), dtype=torch.int64, device=w.device)}
+        return {**table, "w": w, "round": 0}
 
     def init_client(self):
         w = self.model.init(self.seed)
@@ -47,7 +48,7 @@ class FedFomo(Method):
     def choose(self, server, ids):
         """Whose models the clients `ids` download, [m, M]: epsilon-greedy, ties at random."""
         N, M, unseen = len(server["seen"]), min(self.downloads, len(server["seen"]) - 1), ~server["seen"]
-        draw = uniform(derive(self.seed, 16, server["round"]), (N, N + M), torch.float64)[ids]
+        draw = uniform(send(derive(self.seed, 16, server["round"]), ids.device), (N, N + M), torch.float64)[ids]
         epsilon = self.epsilon - self.decay * (server["round"] - self.warmup)
         explore = (draw[:, N:] < epsilon).sum(1, keepdim=True)  # how many of M
         itself = torch.arange(N, device=ids.device) == ids[:, None]
@@ -59,7 +60,7 @@ class FedFomo(Method):
         return score.argsort(dim=1, descending=True, stable=True)[:, :M]
 
     def broadcast(self, server, ids):
-        if int(server["round"]) < self.warmup:
+        if server["round"] < self.warmup:
             return Down(shared={"fedavg": server["w"]})
         return Down(own=server["models"][self.choose(server, ids)])
 
@@ -96,7 +97,7 @@ class FedFomo(Method):
     def aggregate(self, server, cohort):
         trained, said = cohort.own
         w, preference = server["w"], server["preference"].clone()
-        if int(server["round"]) < self.warmup:
+        if server["round"] < self.warmup:
             w = (said.double() / said.sum().clamp_min(1) @ trained.double()).to(w.dtype)
         else:
             preference[cohort.ids[:, None], self.choose(server, cohort.ids)] += said

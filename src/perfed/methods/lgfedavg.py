@@ -13,8 +13,6 @@ client's test data, and averages uniformly.
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.methods.fedper import FedPer
@@ -29,10 +27,10 @@ class LGFedAvg(FedPer):
 
     def init_server(self, clients) -> Any:
         w = self.model.init(self.seed)
-        return {"w": w, "round": torch.zeros_like(w[0], dtype=torch.int64)}
+        return {"w": w, "round": 0}
 
     def broadcast(self, server, ids):
-        t, w = int(server["round"]), server["w"]
+        t, w = server["round"], server["w"]
         if t < self.warmup:
             return Down(shared={"fedavg": w})
         return Down(shared={"start": w} if t == self.warmup > 0 else {"upper": self.sent.take(w)})
@@ -49,5 +47,5 @@ class LGFedAvg(FedPer):
 
     def aggregate(self, server, cohort):
         t, w = server["round"], server["w"]
-        w = w + cohort.mean if int(t) < self.warmup else self.sent.add(w, cohort.mean)
+        w = w + cohort.mean if t < self.warmup else self.sent.add(w, cohort.mean)
         return {"w": w, "round": t + 1}

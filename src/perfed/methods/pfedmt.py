@@ -57,19 +57,19 @@ class PFedMT(Method):
             raise Problem(f"pfedmt cannot make {self.teams} teams of {clients} clients")
         x, M = self.model.init(self.seed), self.teams
         team, n = torch.arange(clients, device=x.device) * M // clients, x.new_zeros(M, dtype=torch.float64)
-        return {"x": x, "w": x.repeat(M, 1), "team": team, "n": n, "here": n > 0, "k": torch.zeros_like(team[0])}
+        return {"x": x, "w": x.repeat(M, 1), "team": team, "n": n, "here": n > 0, "k": 0}
 
     def init_client(self):
         return self.model.init(self.seed)  # theta
 
     def select(self, server, ids):
-        team, M = server["team"][ids].tolist(), self.teams
-        order = shuffle(derive(self.seed, SELECT, int(server["k"]))[None], torch.tensor([M]), M)[0].tolist()
+        M, team = self.teams, [id * self.teams // len(server["team"]) for id in ids]
+        order = shuffle(derive(self.seed, SELECT, server["k"])[None], torch.tensor([M]), M)[0].tolist()
         chosen = [i for i in order if i in team][: max(1, int(self.team_share * M + 1e-9))]
         return [id for id, i in zip(ids, team, strict=True) if i in chosen]
 
     def begun(self, server):  # the team models of this exchange: the first of a round starts from x
-        return server["w"] if int(server["k"]) % self.K else server["x"].expand_as(server["w"])
+        return server["w"] if server["k"] % self.K else server["x"].expand_as(server["w"])
 
     def broadcast(self, server, ids):
         team = server["team"][ids]
@@ -79,7 +79,7 @@ class PFedMT(Method):
         return Down(shared=server["x"], own={"w": server["w"][server["team"][ids]]})
 
     def newcomer(self, server):
-        return Down(shared=server["x"], own={"w": server["x"], "team": torch.zeros_like(server["k"])})
+        return Down(shared=server["x"], own={"w": server["x"], "team": torch.zeros_like(server["team"][0])})
 
     def pulled(self, theta, batch, w):
         g, fresh = self.gradient(theta, batch)
@@ -96,7 +96,7 @@ class PFedMT(Method):
         step = self.eta * (self.lam * cohort.mean - self.gamma * self.pull(w, x))
         w = torch.where(here[:, None], w + self.model.weights.only(step, cohort.mean), server["w"])
         n = torch.where(here, cohort.weight, server["n"])
-        if int(k) % self.K == 0:
+        if k % self.K == 0:
             tau = torch.ones_like(n) if self.weights == "uniform" else n
             step = (tau / tau.sum()).to(w.dtype) @ w - x
             x = x + self.model.weights.only(self.beta * self.gamma * step, step)
