@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 import perfed
 from perfed import api
@@ -116,3 +118,57 @@ def test_patience_needs_validation_samples():
         perfed.run("fedavg", **SMALL, rounds=2, patience=1, val=0.0)
     with pytest.raises(Problem, match="patience"):
         perfed.run("fedavg", **SMALL, rounds=2, patience=-1)
+
+
+def models(run, method="fedavg"):
+    return {client.name: load_file(client.path) for client in run.clients(method)}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_best_rounds_models_are_saved(tmp_path, engine):
+    """A rate that soon is too large: the models of the best round are those of a run that ends there."""
+    how = {"engine": engine, "lr": 2.0, "seed": 3, **SMALL}
+    run = perfed.run("ditto", out=tmp_path / "run", rounds=8, save_round="best", **how)
+    best = run.result("ditto")["best"]["round"]
+    assert best < 8, "the last round must not be the best here"
+    assert [line["round"] for line in logged(run.path, "ditto")] == list(range(1, 9))  # the log is of all rounds
+    result = run.result("ditto")
+    assert (result["rounds"], result["saved_round"]) == (8, best)
+    assert not (run.path / "ditto" / "best").exists()
+    short = perfed.run("ditto", out=tmp_path / "short", rounds=best, **how)
+    mine, theirs = models(run, "ditto"), models(short, "ditto")
+    assert all(torch.equal(mine[name][key], value) for name, one in theirs.items() for key, value in one.items())
+    assert result["clients"] == short.result("ditto")["clients"]  # what is said is of what is saved
+    assert result["bytes"] != short.result("ditto")["bytes"]  # but all rounds were paid for
+
+
+def test_with_patience_the_best_is_saved_unless_the_last_is_asked_for(tmp_path):
+    how = {"engine": "sequential", "lr": STILL, "rounds": 9, "patience": 3, **SMALL}
+    assert perfed.run("fedavg", out=tmp_path / "best", **how).result("fedavg")["saved_round"] == 1
+    last = perfed.run("fedavg", out=tmp_path / "last", save_round="last", **how).result("fedavg")
+    assert "saved_round" not in last
+
+
+def test_a_run_that_is_resumed_still_knows_its_best_round(tmp_path, monkeypatch):
+    how = {"engine": "sequential", "lr": 2.0, "seed": 3, "checkpoint_every": 2, **SMALL}
+    whole = perfed.run("ditto", out=tmp_path / "whole", rounds=8, save_round="best", **how)
+    step, count = Federation.step, iter(range(100))
+
+    def stops(self, *args):
+        if next(count) == 5:
+            raise KeyboardInterrupt
+        return step(self, *args)
+
+    monkeypatch.setattr(Federation, "step", stops)
+    with pytest.raises(KeyboardInterrupt):
+        perfed.run("ditto", out=tmp_path / "again", rounds=8, save_round="best", **how)
+    monkeypatch.undo()
+    again = api.resume(tmp_path / "again", Console(quiet=True))
+    assert again.result("ditto") == whole.result("ditto")
+    mine, theirs = models(again, "ditto"), models(whole, "ditto")
+    assert all(torch.equal(mine[name][key], value) for name, one in theirs.items() for key, value in one.items())
+
+
+def test_the_best_round_needs_validation_samples(tmp_path):
+    with pytest.raises(Problem, match=r"run.save_round = best needs validation samples"):
+        perfed.run("fedavg", out=tmp_path / "run", **SMALL, val=0.0, save_round="best")

@@ -103,6 +103,9 @@ class RunConfig:
     save_models: Literal["auto", "all", "none"] = hyper(
         "auto", "a file for every client's model; auto: up to 1,000 clients, one file where all share a model"
     )
+    save_round: Literal["auto", "last", "best"] = hyper(
+        "auto", "whose models are saved: the last round's, or the best on validation samples (auto: best with patience)"
+    )
     checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1)
 
     def __post_init__(self) -> None:

@@ -11,10 +11,11 @@ A run folder explains itself:
         rounds.jsonl     cohort, bytes and who failed, one line per round
         times.jsonl      clock times (the only thing here that differs from run to run)
         checkpoints/     the last two
+        best/            while it trains: the round whose models will be saved (see run.save_round)
         clients/<id>/    model.safetensors and card.md (see run.save_models)
         model.safetensors    only where no client has a folder and all share one model
         server.safetensors   what the server ends with, for clients that come later
-        result.json      the end: the last scores of every client
+        result.json      the end: every client's scores, those of the models that are saved
     report/              table, picture, CSV
 """
 
@@ -52,7 +53,7 @@ from perfed.faults import Faults, faults_of, refuse_pointless, tally
 from perfed.federation import Diverged, Federation, cohort_size, evaluate_together, step_together
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
-from perfed.observe.checkpoint import Checkpoints, restore
+from perfed.observe.checkpoint import BEST, BestRound, Checkpoints, restore
 from perfed.observe.metrics import ROUNDS, MetricsLog, by_client, mean_accuracy, read
 from perfed.observe.progress import ProgressLine
 from perfed.partition import scheme
@@ -103,8 +104,9 @@ def prepare(config: Config) -> Experiment:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
     clients = load_clients(config.data, config.run.seed)
-    if config.run.patience and not len(clients.val.y):
-        raise Problem("run.patience needs validation samples, and no client has one: set data.val above 0")
+    for key, asked in (("patience", config.run.patience > 0), ("save_round = best", config.run.save_round == "best")):
+        if asked and not len(clients.val.y):
+            raise Problem(f"run.{key} needs validation samples, and no client has one: set data.val above 0")
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
@@ -309,6 +311,8 @@ class Job:
         sizes = restore(place, self.federation, lambda text: console.print(text, highlight=False))
         log = MetricsLog(place, sizes)
         self.watching: list[Observer] = [log, Checkpoints(place, self.run.checkpoint_every, log)]
+        wanted = self.run.save_round == "best" or (self.run.save_round == "auto" and self.run.patience > 0)
+        self.best_round = BestRound(place, log) if wanted and self.run.save_models != "none" else None
         self.values: Values = {}
         known = [line for line in read(place / ROUNDS) if line.get("validation", {}).get("personal") is not None]
         self.best: tuple[int, float] | None = None  # a round, and its mean validation accuracy
@@ -326,8 +330,9 @@ class Job:
             say("steps with dropout are not compiled on a GPU: they run as they are")
 
     def saver(self, last: bool) -> Callable[[int, dict[str, Tensor]], None] | None:
-        """Where models go after the last round."""
-        return _saver(self.method.model, self.place) if last and self.every_model else None
+        """Where models go after the last round; those of the best one are saved at the very end."""
+        here = last and self.every_model and self.best_round is None
+        return _saver(self.method.model, self.place) if here else None
 
     def judge(self, values: Values) -> None:
         """Look at an evaluation; `stopped` says whether it was the last one."""
@@ -335,6 +340,8 @@ class Job:
         accuracy = mean_accuracy(values, "val")["personal"]
         if accuracy is not None:
             self._compare(self.federation.round, accuracy)
+        if self.best_round is not None and self.best is not None and self.best[0] == self.federation.round:
+            self.best_round.write(self.federation)
 
     def _compare(self, round: int, accuracy: float) -> None:
         if self.best is None or accuracy > self.best[1] + 1e-9:  # engines may differ in the last bits
@@ -353,6 +360,9 @@ class Job:
         if self.stopped:
             said = f"{self.entry.name}: stopped after round {self.federation.round}, {self.stopped}"
             self.console.print(said, highlight=False)
+        rounds = self.federation.round
+        if self.best_round is not None:
+            self._go_back(self.best_round)
         shared = None if self.every_model else self.federation.shared()
         if shared is not None:
             save_models(self.method.model, self.place, self.entry.name, shared)
@@ -362,7 +372,9 @@ class Job:
                 f"{self.entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
             )
             self.console.print(text, highlight=False)
-        result = {"method": self.entry.name, "title": self.entry.title, "rounds": self.federation.round}
+        result = {"method": self.entry.name, "title": self.entry.title, "rounds": rounds}
+        if self.best_round is not None:
+            result["saved_round"] = self.federation.round
         if self.best is not None:
             result["best"] = {"round": self.best[0], "validation": self.best[1]}
         result |= {"evaluates": self.method.evaluates, "bytes": dataclasses.asdict(self.federation.traffic)}
@@ -371,6 +383,17 @@ class Job:
             result["faults"] = tally(read(self.place / ROUNDS))
         files.save_tree(self.place / SERVER, self.federation.server)
         files.write_json(self.place / "result.json", result)
+
+    def _go_back(self, best: BestRound) -> None:
+        """To the round with the best models, which are scored once more and saved."""
+        traffic, say = self.federation.traffic, lambda text: self.console.print(text, highlight=False)
+        if self.best is not None and self.best[0] != self.federation.round:
+            restore(self.place, self.federation, say, BEST)
+            self.federation.traffic = traffic  # of all rounds
+        save = _saver(self.method.model, self.place) if self.every_model else None
+        self.values = self.federation.evaluate(save, self.run.scores != "none")
+        say(f"{self.entry.name}: models of round {self.federation.round}, the best on validation samples, are saved")
+        best.forget()
 
 
 class Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from perfed.observe.metrics import MetricsLog
 from perfed.states import States
 
 KEPT = 2
+RECENT, BEST = "checkpoints", "best"  # folders: what a run goes on from, and the round whose models are saved
 ROWS = ".rows"
 AT_ONCE = 64  # rows in memory at a time
 
@@ -32,7 +34,7 @@ class Checkpoints:
     """Writes one every so many rounds, after the metrics of that round."""
 
     def __init__(self, folder: Path, every: int, log: MetricsLog):
-        self.folder, self.every, self.log = folder / "checkpoints", every, log
+        self.folder, self.every, self.log, self.kept = folder / RECENT, every, log, KEPT
         self.folder.mkdir(exist_ok=True)
 
     def see(self, event: Round) -> None:
@@ -58,10 +60,26 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        kept = [path.stem for path in sorted(self.folder.glob("round_*.safetensors"))[-KEPT:]]
+        kept = [path.stem for path in sorted(self.folder.glob("round_*.safetensors"))[-self.kept :]]
         for old in self.folder.glob("round_*"):
             if old.stem not in kept:
                 old.unlink()
+
+
+class BestRound(Checkpoints):
+    """The round with the best models so far."""
+
+    def __init__(self, folder: Path, log: MetricsLog):
+        super().__init__(folder, 0, log)
+        self.folder, self.kept = folder / BEST, 1
+
+    def write(self, federation: Federation) -> None:
+        self.folder.mkdir(exist_ok=True)
+        super().write(federation)
+
+    def forget(self) -> None:
+        """Remove it: its models are saved."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
@@ -92,11 +110,13 @@ def _read_rows(path: Path, about: dict[str, Any], states: States) -> None:
         raise Problem(f"'{path}' is damaged: its checksum does not fit")
 
 
-def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
+def restore(
+    folder: Path, federation: Federation, notice: Callable[[str], None], name: str = RECENT
+) -> dict[str, int] | None:
     """Set the federation to its newest whole checkpoint; returns the logs' lengths, None where there is none."""
     device = federation.method.model.device
     here = lambda tree: tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
-    found = sorted((folder / "checkpoints").glob("round_*.safetensors"), reverse=True)
+    found = sorted((folder / name).glob("round_*.safetensors"), reverse=True)
     for at, path in enumerate(found):
         try:
             state = files.load_tree(path)
