@@ -1,5 +1,7 @@
 """Which launch parameters are chosen, and when; the kernels here only count."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -17,10 +19,10 @@ class Kernel:
         self.compiled, self.launched = [], []
 
     def warmup(self, *args, grid, **options):
-        self.compiled.append((args[1:], options))
+        self.compiled.append((args[1:3], options))
 
     def __getitem__(self, grid):
-        return lambda *args, **options: (self.launched.append(args[1:]), args[0].fill_(1))
+        return lambda *args, **options: (self.launched.append(args[1:3]), args[0].fill_(1))
 
 
 @pytest.fixture
@@ -67,11 +69,10 @@ def test_shapes_that_are_met_together_run_only_when_all_are_timed(kernel):
     assert len(runs) == 3  # all is known: once is enough
 
 
-def test_what_is_met_within_is_timed_by_whoever_began(kernel):
-    with tuning.together():
+def test_nobody_takes_zeros_for_results(kernel):
+    with tuning.together(), pytest.raises(AssertionError, match="zeros for results"):
         tuning.prepared(lambda: launch(kernel, (3, 8)))
-        assert not kernel.compiled
-    assert len(tuning._chosen) == 1
+    assert not tuning._chosen
 
 
 def test_an_error_leaves_nothing_waiting(kernel):
@@ -86,19 +87,53 @@ def test_an_error_leaves_nothing_waiting(kernel):
     assert kernel.launched == [(4, 16)]
 
 
-def test_where_memory_is_short_they_are_timed_one_by_one(kernel, monkeypatch):
-    decide, tried = tuning._decide, []
+class Full:
+    """A memory with room for so many tensors of a kind."""
 
-    def short(met):
-        tried.append(len(met))
-        if len(met) > 1:
+    def __init__(self, room):
+        self.room, self.held = room, weakref.WeakSet()
+
+    def take(self):
+        if len(self.held) >= self.room:
             raise torch.OutOfMemoryError("full")
-        decide(met)
+        tensor = torch.zeros(1)
+        self.held.add(tensor)
+        return tensor
 
-    monkeypatch.setattr(tuning, "_decide", short)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+
+def scratch(kernel, memory, shape):
+    """A launch that needs memory of its own for each candidate."""
+    out = torch.zeros(2)
+    call = lambda c: tuning.Call(kernel, (1,), (out, c["SPLIT"], c["BM"], memory.take()), {})
+    tuning.run("forward", shape, call, CPU, (out,))
+
+
+@pytest.mark.parametrize(("room", "chosen"), [(6, (4, 16)), (3, (4, 16)), (2, (2, 16))])
+def test_where_memory_is_short(kernel, monkeypatch, room, chosen):
+    """All at once, one by one, or not at all: then the first candidate will do."""
+    memory, seen = Full(room), []
+    monkeypatch.setattr(tuning, "_time", lambda call, _: {(2, 16): 3.0, (4, 16): 1.0, (2, 32): 2.0}[call.args[1:3]])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(memory.held)))
     with tuning.together():
-        launch(kernel, (3, 8))
-        launch(kernel, (3, 9))
-    assert tried == [2, 1, 1]
+        scratch(kernel, memory, (3, 8))
+        scratch(kernel, memory, (3, 9))
+    assert not any(seen), "what did not fit must be let go before anything is tried again"
+    assert len(seen) == {6: 0, 3: 1, 2: 3}[room]
+    assert [(c["SPLIT"], c["BM"]) for c in tuning._chosen.values()] == [chosen] * 2
+
+
+def test_what_does_not_fit_while_shapes_are_met_runs_as_it_goes(kernel, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    memory = Full(1)
+
+    def run():
+        for shape in ((3, 8), (3, 9)):
+            held = memory.take()
+            out = torch.zeros(2)
+            call = lambda c, held=held, out=out: tuning.Call(kernel, (1,), (out, c["SPLIT"], c["BM"]), {})
+            tuning.run("forward", shape, call, CPU, (out,))
+            del held, call
+        return out
+
+    assert tuning.prepared(run).tolist() == [1.0, 1.0]
     assert len(tuning._chosen) == 2

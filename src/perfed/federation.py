@@ -187,8 +187,10 @@ class Federation:
 
     def shared(self) -> dict[str, Tensor] | None:
         """The model(s) that all clients predict with, where they are the same for all."""
+        if not self.method.one_for_all:
+            return None
         asked = self.show([0])
-        if not self.method.one_for_all or leaves(asked.down.own):
+        if leaves(asked.down.own):
             return None
         return rows(self.engine.models(self.round, asked), 0)
 

@@ -139,9 +139,7 @@ def together() -> Iterator[dict[Any, _Met]]:
     Meanwhile their kernels do not run, and give zeros: what is computed in here is of no use but for its shapes.
     """
     global _later
-    if _later is not None:  # somebody further out does it
-        yield {}
-        return
+    assert _later is None, "nobody else may take zeros for results"
     _later = {}
     try:
         yield _later
@@ -152,23 +150,39 @@ def together() -> Iterator[dict[Any, _Met]]:
         decide(met)
 
 
+def fits(run: Callable[[], Any]) -> bool:
+    """Run it; whether the memory was enough. What it held is given back only once its error is gone, so by then."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return True
+    torch.cuda.empty_cache()
+    return False
+
+
 def prepared(run: Callable[[], Any]) -> Any:
-    """What `run` returns; all its shapes are timed first."""
-    with together() as met:
-        out = run()
-    return run() if met else out
+    """What `run` returns; all its shapes are timed first, or where they do not fit into memory at once, as it goes."""
+    out: list[Any] = []
+
+    def whole() -> None:
+        with together() as met:
+            out.append(run())
+        if met:  # of no use
+            out.clear()
+
+    return out[0] if fits(whole) and out else run()
 
 
 def decide(met: dict[Any, _Met]) -> None:
     """Time every candidate of these shapes and keep the fastest of each."""
     global seconds
     began = time.monotonic()
-    try:
-        _decide(met)
-    except torch.OutOfMemoryError:  # what each of them needs is held at the same time
-        torch.cuda.empty_cache()
+    if not fits(lambda: _decide(met)):  # what each of them needs is held at the same time
         for key, one in met.items():
-            _decide({key: one})
+            if not fits(lambda some={key: one}: _decide(some)):
+                _chosen[key] = CANDIDATES[one.kind][0]
     seconds += time.monotonic() - began
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from perfed.engines.graphs import Loop, Recorder
 
 EXACT = 32  # up to so many active clients there is a record for each number
-PIECES = (32, 128)  # samples per client in one recorded piece of a mean: at least and at most
-ENOUGH = 4096  # samples in a piece that keep a GPU busy; larger ones would only be filled up more
+PIECE = 64  # samples per client in one recorded piece of a mean: one for all, and few, as the last one is filled up
 
 
 def holding(method: Method, tensors: dict[str, Tensor]) -> Method:
@@ -367,7 +366,7 @@ class Mean:
         batched = [True] * len(zeros) + self.batched
         dims = (*(0,) * 4, *(0 if b else None for b in batched))
         most = max(self.block.clients.split(self.split).size)
-        slots = min(max(PIECES[0], min(PIECES[1], ENOUGH // count // 16 * 16)), most)
+        slots = min(PIECE, most)
         inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
         shape = (1, -(-most // slots), slots)
         whole = vmap(body, in_dims=dims)

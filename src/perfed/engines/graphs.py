@@ -174,12 +174,12 @@ class Loop:
         given = [g[:width] if b else g for g, b in zip(self.given, self.batched, strict=True)]
         return batches, given
 
-    def _program(self, width: int) -> Program:
+    def _operations(self, width: int) -> fx.Graph:
         if self.steps is None and width > 2:
             other = width // 2 if width > 3 else width - 1  # far apart: what is no straight line shows
             self.steps = Rows((width, self._traced(width)), (other, self._traced(other)))
         graph = self.steps(width) if self.steps is not None else None
-        return Program(self._traced(width) if graph is None else graph)
+        return self._traced(width) if graph is None else graph
 
     def _traced(self, width: int) -> fx.Graph:
         batches, given = self._inputs(width)
@@ -201,8 +201,8 @@ class Loop:
         """Make the graph of this number of rows and steps."""
         known = width in self.programs
         if not known:
-            with tuning.together():
-                self.programs[width] = self._program(width)
+            # Made once all is timed: what is constant in it is worked out for good.
+            self.programs[width] = Program(tuning.prepared(lambda: self._operations(width)))
         program = self.programs[width]
 
         def once(carry: list[Tensor]) -> None:
@@ -225,12 +225,11 @@ class Loop:
             with torch.cuda.stream(side):
                 once([c.clone() for c in carry])  # everything is compiled and tuned before it is recorded
             torch.cuda.current_stream().wait_stream(side)
-        try:
-            graph = capture(run, self.at.device, self.pool)
-        except torch.OutOfMemoryError:  # inside a recording nothing is handed back by itself
-            torch.cuda.empty_cache()
-            graph = capture(run, self.at.device, self.pool)
-        self.graphs[width, steps] = graph
+        made: list[torch.cuda.CUDAGraph] = []
+        record = lambda: made.append(capture(run, self.at.device, self.pool))
+        if not tuning.fits(record):  # inside a recording nothing is handed back by itself
+            record()
+        self.graphs[width, steps] = made[0]
 
 
 @dataclass
