@@ -11,6 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
+from perfed.core.kernels import column_sum
 from perfed.engines import fuse
 from perfed.engines.fuse import Program, trace
 from perfed.engines.generate import WORDS, Cluster
@@ -189,6 +190,18 @@ def test_row_sums_go_along(kind, wanted):
     x, y = normal(3, LONG, kind=kind), normal(3, LONG, seed=1, kind=kind)
     program = check(lambda x, y: ((x * y).sum(1, dtype=wanted), ((x - y) * x).sum(-1, keepdim=True), x + y), x, y)
     assert sum(len(c.sums) for c in clusters(program)) == 2
+
+
+@each_kind
+@pytest.mark.parametrize(("dim", "keep"), [(1, False), (-2, True)])
+def test_a_bias_is_summed_by_a_kernel(kind, dim, keep):
+    program = check(lambda x: (x.sum(dim, keepdim=keep), x.sum(2)), normal(3, 10, 6, kind=kind))
+    assert [item.target is column_sum for item in program.items] == [True, False]
+
+
+def test_sums_that_lie_otherwise_are_left_alone():
+    program = check(lambda x: (x.mT.sum(1), x.sum(1, dtype=torch.float32), x[:, :0].sum(1)), normal(3, 10, 6))
+    assert not any(getattr(item, "target", None) is column_sum for item in program.items)
 
 
 def test_row_sums_in_float64_keep_what_float32_would_lose():

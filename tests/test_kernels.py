@@ -229,6 +229,15 @@ def test_weighted_sum(shape):
     assert torch.allclose(found, torch.tensordot(share.double().T, rows.double(), 1), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(3, 10, 7), (1, 1, 1), (2, 70, 33), (4, 64, 10)])
+def test_column_sum(shape):
+    x = normal(*shape)
+    assert torch.allclose(kernels.column_sum(x).double(), x.double().sum(1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(kernels.column_sum(x, keep=True), kernels.column_sum(x)[:, None])
+    double = normal(*shape).double()
+    assert torch.allclose(kernels.column_sum(double), double.sum(1), rtol=1e-14, atol=1e-13)
+
+
 def test_weighted_sum_keeps_what_float32_would_lose():
     rows = torch.tensor([[1e8], [1.0], [-1e8]], device=DEVICE)
     assert kernels.weighted_sum(rows, torch.ones(3, 1, device=DEVICE)).item() == 1.0

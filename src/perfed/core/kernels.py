@@ -210,6 +210,27 @@ def weighted_sum(rows: Tensor, share: Tensor) -> Tensor:
     return out.view(groups, *rows.shape[1:])
 
 
+@triton.jit(do_not_specialize=["B"])
+def _columns(x, out, B, O, BB: tl.constexpr, BN: tl.constexpr):
+    c = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), out.dtype.element_ty)
+    for first in range(0, B, BB):
+        b = first + tl.arange(0, BB)
+        ok = (b < B)[:, None] & (n < O)[None, :]
+        total += tl.sum(tl.load(x + (c * B + b)[:, None] * O + n[None, :], mask=ok, other=0.0), axis=0)
+    tl.store(out + c * O + n, total, mask=n < O)
+
+
+def column_sum(x: Tensor, keep: bool = False) -> Tensor:
+    """Sums over the middle of [clients, batch, columns], a bias's gradient; PyTorch takes several times as long."""
+    C, B, O = x.shape
+    out = x.new_empty(C, O)
+    bn = min(32, next_two(O))
+    _columns[(triton.cdiv(O, bn), C)](x, out, B, O, max(1, min(64, next_two(B))), bn)
+    return out[:, None] if keep else out
+
+
 @triton.jit
 def _repeat(x, out, N, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

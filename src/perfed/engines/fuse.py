@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from perfed.core.capture import queue
+from perfed.core.kernels import column_sum
 from perfed.engines.generate import WORDS, Cluster, constant, is_large, launch
 from perfed.engines.record import Kind, held, kind_of, record, shape_of
 
@@ -30,6 +31,7 @@ aten = torch.ops.aten
 
 _WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _LARGE = 4096  # row sums of at least this many numbers are taken along
+_FEW = 512  # rows whose sums are better taken column by column
 _DEPTH = 128  # terms of a product that is worked out where it is needed; a longer one is left to the library
 
 
@@ -74,6 +76,16 @@ def _row_sum(node: fx.Node) -> bool:
     )  # fmt: skip
 
 
+def _column_sum(node: fx.Node) -> bool:
+    """Whether a node sums a few rows of every client, as a bias's gradient does."""
+    if node.target is not aten.sum.dim_IntList or node.kwargs or not isinstance(kind_of(node.args[0]), Kind):
+        return False
+    shape, stride, dtype = kind_of(node.args[0])
+    if len(shape) != 3 or list(node.args[1]) not in ([1], [-2]) or dtype not in (torch.float32, torch.float64):
+        return False
+    return stride == (shape[1] * shape[2], shape[2], 1) and 0 < shape[1] <= _FEW and shape[2] > 0
+
+
 class Program:
     """Operations in order, some of them joined."""
 
@@ -83,6 +95,8 @@ class Program:
         self.results: list[Any] = list(end.args[0])
         self.fixed = _fixed(graph)
         todo = [n for n in graph.nodes if n.op == "call_function" and n not in self.fixed]
+        for node in filter(_column_sum, todo):
+            node.target, node.args = column_sum, (node.args[0], len(node.args) > 2 and node.args[2])
         self.items = _schedule(todo, set(self.results))
         for item in self.items:
             if isinstance(item, Cluster):
