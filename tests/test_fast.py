@@ -134,7 +134,7 @@ def large_tiles(monkeypatch):
     if not torch.cuda.is_available():
         tiles = {
             "forward": {"BM": 1024, "BN": 64, "BK": 128, "warps": 1, "stages": 1},
-            "weights": {"BM": 1024, "BK": 128, "SPLIT": 1, "TURNED": 0, "warps": 1, "stages": 1},
+            "weights": {"BM": 1024, "BK": 128, "SPLIT": 1, "TURNED": 0, "FUSED": 1, "warps": 1, "stages": 1},
             "inputs": {"BM": 1024, "BO": 32, "warps": 1, "stages": 1},
         }
         monkeypatch.setattr(tuning, "CANDIDATES", {kind: [choice] for kind, choice in tiles.items()})

@@ -85,6 +85,25 @@ def test_convolution_and_its_gradients(case):
         assert far(one, other) < 1e-5, f"the gradient of {name}"
 
 
+FEW = [("odd pixels are left out by the pool", "FUSED"), ("ReLU and average", "FUSED"), ("even kernel", "FUSED"),
+       ("flattened next, max-pool", "FUSED"), ("even kernel", "TURNED")]  # fmt: skip
+MORE = [(case, way) for case in LAYERS for way in ("FUSED", "TURNED") if (case, way) not in FEW]
+
+
+@pytest.mark.parametrize(("case", "way"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
+def test_other_ways_to_the_gradient_of_the_weights(case, way, monkeypatch):
+    """From the gradient as it comes, where nobody asks for the input's, or turned."""
+    monkeypatch.setitem(tuning.CANDIDATES, "weights", [tuning.CANDIDATES["weights"][0] | {way: 1}])
+    layer, inner, outer, size, _ = LAYERS[case]
+    x, w = normal(CLIENTS, SAMPLES, inner, *size, seed=1), normal(CLIENTS, outer, inner, *[layer.kernel] * 2, seed=2)
+    b = normal(CLIENTS, outer, seed=3)
+    found = vmap(grad(lambda w, b, x: operators.conv(x, w, b, layer).square().sum(), argnums=(0, 1)))(w, b, x)
+    for c in range(CLIENTS):
+        exact = [t[c].double().requires_grad_() for t in (w, b)]
+        expected = torch.autograd.grad(plain(x[c].double(), *exact, layer).square().sum(), exact)
+        assert all(far(one[c], other) < 1e-5 for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("layer", [Layer(3), Layer(3, relu=True), Layer(3, pool=MAX), Layer(3, relu=True, pool=MAX),
                                    Layer(3, relu=True, pool=AVG)], ids=str)  # fmt: skip
 def test_what_is_not_a_number_stays_so(layer):

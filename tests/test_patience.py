@@ -124,7 +124,7 @@ def models(run, method="fedavg"):
     return {client.name: load_file(client.path) for client in run.clients(method)}
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("engine", ["sequential", pytest.param("vectorised", marks=pytest.mark.slow)])
 def test_the_best_rounds_models_are_saved(tmp_path, engine):
     """A rate that soon is too large: the models of the best round are those of a run that ends there."""
     how = {"engine": engine, "lr": 2.0, "seed": 3, **SMALL}

@@ -143,31 +143,25 @@ def _forward(
         tl.store(y + there, v, mask=m)
 
 
-@triton.jit(do_not_specialize=["B"])
-def _before_pool(
-    g, which, dense, turned, B,
+@triton.jit
+def _unpooled(
+    g, which, r, ok, n,
     HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, REAL_O: tl.constexpr,
-    RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr,
-    BP: tl.constexpr, BN: tl.constexpr,
+    RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before ReLU and pool: dense [C, B, HO, WO, O], and turned [C, O, B*HO*WO] for the weights' product.
+    """The gradient before ReLU and pool of these pixels and channels of a client.
 
     Without a pool `which` is the layer's output, whose sign says where ReLU was on, and lies as the gradient does.
     """
-    c = tl.program_id(1).to(tl.int64)
-    M = B * HO * WO
-    r = tl.program_id(0) * BP + tl.arange(0, BP)
-    n = tl.arange(0, BN)
-    m = (r < M)[:, None] & (n < O)[None, :]
     ox = r % WO
     t = r // WO
     oy = t % HO
     py = oy // 2 if POOL else oy
     px = ox // 2 if POOL else ox
-    inside = m & (py < HP)[:, None] & (px < WP)[:, None]
-    last = ((t // HO * HP + py) * WP + px)[:, None] * O + n[None, :] + c * B * HP * WP * O
+    inside = ok[:, None] & (n < O)[None, :] & (py < HP)[:, None] & (px < WP)[:, None]
+    last = ((t // HO * HP + py) * WP + px)[:, None] * O + n[None, :]
     if FLAT:
-        at = ((c * B + t // HO)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
+        at = ((t // HO)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
         v = tl.load(g + at, mask=inside & (n < REAL_O)[None, :], other=0.0)
     else:
         at = last
@@ -184,6 +178,26 @@ def _before_pool(
             if RELU:
                 on = (tl.load(which + last, mask=inside, other=0).to(tl.int32) >> q) & 1
                 v = tl.where(on == 1, v, 0.0)
+    return v
+
+
+@triton.jit(do_not_specialize=["B"])
+def _before_pool(
+    g, which, dense, turned, B,
+    HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, REAL_O: tl.constexpr,
+    RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The gradient before ReLU and pool, dense [C, B, HO, WO, O] and turned [C, O, B*HO*WO]."""
+    c = tl.program_id(1).to(tl.int64)
+    M = B * HO * WO
+    r = tl.program_id(0) * BP + tl.arange(0, BP)
+    n = tl.arange(0, BN)
+    each: tl.constexpr = REAL_O if FLAT else O
+    g += c * B * HP * WP * each
+    which += c * B * HP * WP * (O if POOL else each)
+    v = _unpooled(g, which, r, r < M, n, HO, WO, HP, WP, O, REAL_O, RELU, POOL, FLAT)
+    m = (r < M)[:, None] & (n < O)[None, :]
     if DENSE:
         tl.store(dense + c * M * O + r[:, None] * O + n[None, :], v, mask=m)
     if TURNED:
@@ -192,11 +206,13 @@ def _before_pool(
 
 @triton.jit(do_not_specialize=["B", "SPLIT"])
 def _weight_grad(
-    x, g, dw, db, B, SPLIT,
-    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, I: tl.constexpr, O: tl.constexpr,
-    KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
-    TURNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, g, which, dw, db, B, SPLIT,
+    H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr,
+    I: tl.constexpr, O: tl.constexpr, REAL_O: tl.constexpr, KS: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
+    TURNED: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
+    """A slice of the weights' gradient; `g` is dense or turned, or as it comes, before ReLU and pool (FUSED)."""
     c = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     kk = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -208,7 +224,12 @@ def _weight_grad(
     off = ky * (W * I) + kk % (KS * I)
     off = tl.max_contiguous(tl.multiple_of(off, 4), 4)
     x += c * B * H * W * I
-    g += c * M * O
+    if FUSED:
+        each: tl.constexpr = REAL_O if FLAT else O
+        g += c * B * HP * WP * each
+        which += c * B * HP * WP * (O if POOL else each)
+    else:
+        g += c * M * O
     acc = tl.zeros((BK, BN), tl.float32)
     bias = tl.zeros((BN,), tl.float32)
     for r0 in range(split * BM, M, SPLIT * BM):
@@ -224,7 +245,9 @@ def _weight_grad(
             xx = ix[None, :] + kx[:, None]
             inside = inside & (yy >= 0) & (yy < H) & (xx >= 0) & (xx < W)
         xa = tl.load(x + off[:, None] + base[None, :], mask=inside, other=0.0)
-        if TURNED:
+        if FUSED:
+            ga = _unpooled(g, which, r, ok, n, HO, WO, HP, WP, O, REAL_O, RELU, POOL, FLAT)
+        elif TURNED:
             ga = tl.load(g + n[None, :] * M + r[:, None], mask=ok[:, None] & (n < O)[None, :], other=0.0)
         else:
             ga = tl.load(g + r[:, None] * O + n[None, :], mask=ok[:, None] & (n < O)[None, :], other=0.0)
@@ -413,8 +436,8 @@ def backward(
     gl = g.contiguous() if flat else channels_last(g)
     pooled = layer.pool and which.numel()
     noted = channels_last(which) if pooled else y.contiguous() if flat else channels_last(y)
-    turned = gl.new_empty(C, O, B * HO * WO)
-    dense = gl if plain else gl.new_empty(C, B, HO, WO, O)
+    room = lambda: gl.new_empty(C, B, HO, WO, O)
+    dense = gl if plain else room() if need else None
     bn = _up2(O)
     bp = max(16, 4096 // bn)
 
@@ -423,19 +446,23 @@ def backward(
 
     def weights(c: dict[str, int]) -> tuning.Call:
         S, turn = c["SPLIT"], bool(c["TURNED"])
+        fused = bool(c["FUSED"]) and dense is None  # where nobody else needs it, it need not be written down
+        spread = room() if dense is None and not turn and not fused else dense
+        turned = room() if turn else gl
         dw_all, db_all = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
         whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
         add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, 32), C), whole, {})
+        how = (layer.relu, layer.pool, flat) if fused else (False, NONE, False)
         args = (
-            xl, turned if turn else dense, dw_all, db_all, B, S, H, W, HO, WO, I, O, k, layer.stride,
-            layer.padding, bias, _precision(), turn, c["BM"], bn, c["BK"],
+            xl, gl if fused else turned if turn else spread, noted, dw_all, db_all, B, S, H, W, HO, WO, HP, WP, I, O,
+            real_o, k, layer.stride, layer.padding, *how, bias, _precision(), turn, fused, c["BM"], bn, c["BK"],
         )  # fmt: skip
         product = tuning.Call(_weight_grad, (triton.cdiv(k * k * I, c["BK"]), S, C), args, _options(c), add)
-        if plain and not turn:
+        if fused or (plain and not turn):
             return product
         args = (
-            gl, noted, dense, turned, B, HO, WO, HP, WP, O, real_o, layer.relu, layer.pool, flat,
-            not plain and (need or not turn), turn, bp, bn,
+            gl, noted, gl if spread is None else spread, turned, B, HO, WO, HP, WP, O, real_o, layer.relu, layer.pool,
+            flat, not plain and spread is not None, turn, bp, bn,
         )  # fmt: skip
         return tuning.Call(_before_pool, (triton.cdiv(B * HO * WO, bp), C), args, {}, product)
 

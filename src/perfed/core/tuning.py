@@ -71,9 +71,9 @@ def _grid(names: str, *rows: tuple[int, ...]) -> list[Choice]:
 CANDIDATES: dict[str, list[Choice]] = {
     "forward": _grid("BM BN BK warps stages", (128, 64, 16, 2, 3), (128, 64, 32, 2, 3), (256, 64, 32, 2, 2)),
     "weights": _grid(
-        "BM BK SPLIT TURNED warps stages",
-        (32, 64, 2, 0, 2, 3), (32, 64, 16, 0, 2, 3), (32, 128, 8, 0, 2, 3), (32, 128, 16, 0, 2, 3),
-        (16, 128, 16, 1, 2, 3), (16, 128, 32, 1, 2, 3),
+        "BM BK SPLIT TURNED FUSED warps stages",
+        (32, 64, 2, 0, 0, 2, 3), (32, 64, 16, 0, 0, 2, 3), (32, 128, 8, 0, 0, 2, 3), (32, 128, 16, 0, 0, 2, 3),
+        (16, 128, 16, 1, 0, 2, 3), (16, 128, 32, 1, 0, 2, 3), (32, 64, 16, 0, 1, 2, 3), (32, 128, 16, 0, 1, 2, 3),
     ),
     "inputs": _grid("BM BO warps stages", (64, 64, 4, 3), (256, 16, 4, 3)),
 }  # fmt: skip
