@@ -1,6 +1,7 @@
 """Runs that end before their last round: by run.patience, or because they diverged, alone and in a batch."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,11 +9,13 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import perfed
-from perfed import api
+from perfed import api, files, metrics
 from perfed.config import from_dict
 from perfed.core.errors import Problem
-from perfed.experiment import reopen, train_together
+from perfed.core.tree import tree_map
+from perfed.experiment import Job, reopen, train_together
 from perfed.federation import Diverged, Federation
+from perfed.observe.checkpoint import BestRound
 
 SMALL = {"clients": 4, "epochs": 1, "hidden": 8, "baseline": False}
 STILL = 1e-12  # a learning rate at which nothing is learned: no evaluation is better than the first
@@ -149,24 +152,105 @@ def test_with_patience_the_best_is_saved_unless_the_last_is_asked_for(tmp_path):
     assert "saved_round" not in last
 
 
-def test_a_run_that_is_resumed_still_knows_its_best_round(tmp_path, monkeypatch):
-    how = {"engine": "sequential", "lr": 2.0, "seed": 3, "checkpoint_every": 2, **SMALL}
-    whole = perfed.run("ditto", out=tmp_path / "whole", rounds=8, save_round="best", **how)
-    step, count = Federation.step, iter(range(100))
+BEST = {
+    "engine": "sequential",
+    "lr": 2.0,
+    "seed": 3,
+    "checkpoint_every": 4,
+    "save_round": "best",
+    "rounds": 8,
+}  # round 5
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    run = perfed.run("ditto", out=tmp_path_factory.mktemp("whole") / "run", **BEST, **SMALL)
+    assert run.result("ditto")["saved_round"] == 5
+    return run
+
+
+def test_what_is_said_is_of_what_is_saved(whole):
+    (summary,) = whole.summary()
+    assert (summary["rounds"], summary["saved_round"]) == (8, 5)
+    found = metrics.summary(whole, "ditto")
+    assert found["mean"] == pytest.approx(summary["accuracy"]["mean"])
+    card = next((whole.path / "ditto" / "clients").glob("*/card.md")).read_text()
+    assert "round 5 of 8, the best on validation samples" in card
+    assert "Accuracy: the round whose models are saved" in (whole.path / "report" / "summary.md").read_text()
+
+
+def test_the_end_can_be_repeated(tmp_path, monkeypatch, whole):
+    """Nothing of the best round is let go before the result is written."""
+    save = files.save_tree
+
+    def full(path, tree):
+        if path.name == "server.safetensors":
+            raise OSError("no space left on device")
+        save(path, tree)
+
+    monkeypatch.setattr(files, "save_tree", full)
+    with pytest.raises(OSError, match="no space"):
+        perfed.run("ditto", out=tmp_path / "run", **BEST, **SMALL)
+    monkeypatch.undo()
+    again = api.resume(tmp_path / "run", Console(quiet=True))
+    assert again.result("ditto") == whole.result("ditto")
+    assert not (again.path / "ditto" / "best").exists()
+
+
+def stopped(folder, monkeypatch, before):
+    """A run that is interrupted before this round."""
+    step = Federation.step
 
     def stops(self, *args):
-        if next(count) == 5:
+        if self.round == before - 1:
             raise KeyboardInterrupt
         return step(self, *args)
 
     monkeypatch.setattr(Federation, "step", stops)
     with pytest.raises(KeyboardInterrupt):
-        perfed.run("ditto", out=tmp_path / "again", rounds=8, save_round="best", **how)
+        perfed.run("ditto", out=folder, **BEST, **SMALL)
     monkeypatch.undo()
-    again = api.resume(tmp_path / "again", Console(quiet=True))
-    assert again.result("ditto") == whole.result("ditto")
-    mine, theirs = models(again, "ditto"), models(whole, "ditto")
-    assert all(torch.equal(mine[name][key], value) for name, one in theirs.items() for key, value in one.items())
+    return folder / "ditto" / "best"
+
+
+def test_rounds_that_come_again_otherwise(tmp_path, monkeypatch):
+    """Interrupted after round 5, resumed from 4, and then nothing is as good: what was known in 4 is saved."""
+    best = stopped(tmp_path / "run", monkeypatch, 7)
+    assert len(list(best.glob("*.safetensors"))) == 2  # 5, and what round 4 knows as the best
+    judge = Job.judge
+
+    def worse(self, values):
+        judge(self, values if self.federation.round <= 4 else tree_map(torch.zeros_like, values))
+
+    monkeypatch.setattr(Job, "judge", worse)
+    result = api.resume(tmp_path / "run", Console(quiet=True)).result("ditto")
+    assert result["saved_round"] == result["best"]["round"] <= 4
+
+
+def test_a_lost_best_round_is_said(tmp_path, monkeypatch, capsys):
+    """As in a run of an older version: the last round's models are saved, and nothing else is claimed."""
+    best = stopped(tmp_path / "run", monkeypatch, 7)
+    monkeypatch.setattr(BestRound, "write", lambda *_: None)
+    shutil.rmtree(best)
+    result = api.resume(tmp_path / "run", Console()).result("ditto")
+    assert "saved_round" not in result
+    assert "those of the last round: 5 is lost" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_damaged_best_round_does_not_stop_the_next_attempt(tmp_path, monkeypatch):
+    best = stopped(tmp_path / "run", monkeypatch, 8)
+    monkeypatch.setattr(BestRound, "write", lambda *_: None)
+    monkeypatch.setattr(BestRound, "__init__", lambda self, folder, *_: setattr(self, "folder", folder / "best"))
+    for path in best.glob("*.rows"):
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(Problem, match="damaged: its checksum does not fit; `perfed resume` trains on"):
+        api.resume(tmp_path / "run", Console(quiet=True))
+    assert "saved_round" not in api.resume(tmp_path / "run", Console(quiet=True)).result("ditto")
+
+
+def test_the_best_of_nothing_is_refused(tmp_path):
+    with pytest.raises(Problem, match="has nothing to save with"):
+        perfed.run("fedavg", out=tmp_path / "run", **SMALL, save_round="best", save_models="none")
 
 
 def test_the_best_round_needs_validation_samples(tmp_path):

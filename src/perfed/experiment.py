@@ -53,7 +53,7 @@ from perfed.faults import Faults, faults_of, refuse_pointless, tally
 from perfed.federation import Diverged, Federation, cohort_size, evaluate_together, step_together
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.observe import Observer, Round
-from perfed.observe.checkpoint import BEST, BestRound, Checkpoints, restore
+from perfed.observe.checkpoint import BestRound, Checkpoints, forget_best, restore
 from perfed.observe.metrics import ROUNDS, MetricsLog, by_client, mean_accuracy, read
 from perfed.observe.progress import ProgressLine
 from perfed.partition import scheme
@@ -107,6 +107,8 @@ def prepare(config: Config) -> Experiment:
     for key, asked in (("patience", config.run.patience > 0), ("save_round = best", config.run.save_round == "best")):
         if asked and not len(clients.val.y):
             raise Problem(f"run.{key} needs validation samples, and no client has one: set data.val above 0")
+    if config.run.save_round == "best" and config.run.save_models == "none":
+        raise Problem("run.save_round = best has nothing to save with run.save_models = none")
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     config = dataclasses.replace(config, data=data, model=model)
@@ -284,6 +286,9 @@ def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], c
             held.enter_context(files.only_one(folder))
         for entry in experiments[0].config.entries():
             left = [(e, f / entry.name) for e, f in zip(experiments, folders, strict=True)]
+            for _, place in left:
+                if (place / "result.json").exists():
+                    forget_best(place)
             left = [(e, place) for e, place in left if not (place / "result.json").exists()]
             batched = all(e.engine == "vectorised" and e.method(entry).vectorised for e, _ in left)
             diverged: dict[Path, str] = {}
@@ -312,7 +317,8 @@ class Job:
         log = MetricsLog(place, sizes)
         self.watching: list[Observer] = [log, Checkpoints(place, self.run.checkpoint_every, log)]
         wanted = self.run.save_round == "best" or (self.run.save_round == "auto" and self.run.patience > 0)
-        self.best_round = BestRound(place, log) if wanted and self.run.save_models != "none" else None
+        wanted = wanted and self.run.save_models != "none"
+        self.best_round = BestRound(place, log, self.federation.round) if wanted else None
         self.values: Values = {}
         known = [line for line in read(place / ROUNDS) if line.get("validation", {}).get("personal") is not None]
         self.best: tuple[int, float] | None = None  # a round, and its mean validation accuracy
@@ -361,8 +367,7 @@ class Job:
             said = f"{self.entry.name}: stopped after round {self.federation.round}, {self.stopped}"
             self.console.print(said, highlight=False)
         rounds = self.federation.round
-        if self.best_round is not None:
-            self._go_back(self.best_round)
+        saved = None if self.best_round is None else self._go_back(self.best_round)
         shared = None if self.every_model else self.federation.shared()
         if shared is not None:
             save_models(self.method.model, self.place, self.entry.name, shared)
@@ -373,8 +378,8 @@ class Job:
             )
             self.console.print(text, highlight=False)
         result = {"method": self.entry.name, "title": self.entry.title, "rounds": rounds}
-        if self.best_round is not None:
-            result["saved_round"] = self.federation.round
+        if saved is not None:
+            result["saved_round"] = saved
         if self.best is not None:
             result["best"] = {"round": self.best[0], "validation": self.best[1]}
         result |= {"evaluates": self.method.evaluates, "bytes": dataclasses.asdict(self.federation.traffic)}
@@ -383,17 +388,22 @@ class Job:
             result["faults"] = tally(read(self.place / ROUNDS))
         files.save_tree(self.place / SERVER, self.federation.server)
         files.write_json(self.place / "result.json", result)
+        forget_best(self.place)
 
-    def _go_back(self, best: BestRound) -> None:
-        """To the round with the best models, which are scored once more and saved."""
-        traffic, say = self.federation.traffic, lambda text: self.console.print(text, highlight=False)
-        if self.best is not None and self.best[0] != self.federation.round:
-            restore(self.place, self.federation, say, BEST)
-            self.federation.traffic = traffic  # of all rounds
+    def _go_back(self, best: BestRound) -> int | None:
+        """To the round with the best models, which are scored once more and saved; None where it is lost."""
+        traffic, round = self.federation.traffic, self.best[0] if self.best else 0
+        try:
+            there = round == self.federation.round or best.restore(self.federation, round)
+        except Problem as problem:
+            forget_best(self.place)
+            raise Problem(f"{problem}; `perfed resume` trains on, and saves the last round's models") from None
+        self.federation.traffic = traffic  # of all rounds
         save = _saver(self.method.model, self.place) if self.every_model else None
         self.values = self.federation.evaluate(save, self.run.scores != "none")
-        say(f"{self.entry.name}: models of round {self.federation.round}, the best on validation samples, are saved")
-        best.forget()
+        about = f"of round {round}, the best on validation samples" if there else f"of the last round: {round} is lost"
+        self.console.print(f"{self.entry.name}: the models are those {about}", highlight=False)
+        return round if there else None
 
 
 class Batch:
@@ -471,19 +481,18 @@ def _train(jobs: list[Job], console: Console) -> dict[Path, str]:
                     diverged |= batch.evaluate(last)
                 elif round % run.checkpoint_every == 0 or not jobs[0].experiment.device.startswith("cuda"):
                     diverged |= batch.check()
-                seconds, left = (time.monotonic() - began) / len(cohorts), []
+                seconds = (time.monotonic() - began) / len(cohorts)
+                stopped = {job: job.stopped if due else "" for job in batch.jobs}
+                left = [job for job in batch.jobs if not last and not stopped[job]]
+                for job in batch.jobs[:1]:
+                    progress.see(Round(job.federation, cohorts[job], job.values if due else None, seconds, not left))
                 for job in batch.jobs:
-                    stopped = job.stopped if due else ""
-                    over = last or bool(stopped)
-                    event = Round(job.federation, cohorts[job], job.values if due else None, seconds, over, stopped)
+                    values, over = job.values if due else None, job not in left
+                    event = Round(job.federation, cohorts[job], values, seconds, over, stopped[job])
                     for observer in job.watching:
                         observer.see(event)
                     if over:
                         job.finish()
-                    else:
-                        left.append(job)
-                for job in batch.jobs[:1]:
-                    progress.see(Round(job.federation, cohorts[job], job.values if due else None, seconds, not left))
                 batch.keep(left)
     except Diverged as problem:  # in the middle of a round: of a run that was alone
         diverged[batch.jobs[0].place.parent] = str(problem)

@@ -125,16 +125,18 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
 
 
 def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any]:
-    """Everything about one method of a run, its last round."""
+    """Everything about one method of a run, its last round or the one whose models are saved."""
     curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != "personal"]
-    out: dict[str, Any] = {"method": method, **spread(curve.test[-1], curve.samples)}
-    out["loss"] = float(means(curve.loss)[-1])
+    saved = run.result(method).get("saved_round", curve.rounds[-1])
+    at = int(np.flatnonzero(curve.rounds == saved)[0])
+    out: dict[str, Any] = {"method": method, **spread(curve.test[at], curve.samples)}
+    out["loss"] = float(means(curve.loss)[at])
     out |= full_scores(run, method)
     if "local" in run.entries and method != "local":
-        out["gain"] = gain(curve.test[-1], run.accuracies("local"))
+        out["gain"] = gain(curve.test[at], run.accuracies("local"))
     start = next((m for m in ("before", "global") if m in others), None)
     if start:  # what personalisation added
-        out["delta"] = gain(curve.test[-1], run.accuracies(method, start))["mean"]
+        out["delta"] = gain(curve.test[at], run.accuracies(method, start))["mean"]
     return {**out, **system(run, method, curve, target)}
 
 

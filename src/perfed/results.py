@@ -32,7 +32,7 @@ class ClientModel:
 
     @property
     def scores(self) -> dict[str, Any]:
-        """Scores of the last round: model -> split -> metric."""
+        """Scores of the last round, or of the one whose models are saved: model -> split -> metric."""
         return self.run.result(self.method)["clients"][self.id]
 
     @property
@@ -166,6 +166,7 @@ class Run:
             "title": result["title"],
             "evaluates": result["evaluates"],
             "rounds": result["rounds"],
+            "saved_round": result.get("saved_round", result["rounds"]),
             "clients": len(accuracy),
             "accuracy": spread(accuracy, samples),
             "others": {m: spread(self.accuracies(name, m), samples) for m in self._others(result)},

@@ -225,7 +225,9 @@ def for_run(made: Config, grid: dict[str, Any], out: Path) -> Task:
     (entry,) = made.entries()
 
     def configure(settings: Settings, seed: int) -> Config:
-        run = dataclasses.replace(made.run, seed=made.run.seed + seed, baseline=False, save_models="none")
+        run = dataclasses.replace(
+            made.run, seed=made.run.seed + seed, baseline=False, save_models="none", save_round="last"
+        )
         own = entry.check({**made.method.get(entry.name, {}), **settings})
         return dataclasses.replace(made, run=run, method={entry.name: own})
 

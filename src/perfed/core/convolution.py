@@ -13,6 +13,7 @@ weights is summed over slices in a fixed order, without atomics, so equal runs g
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -436,8 +437,8 @@ def backward(
     gl = g.contiguous() if flat else channels_last(g)
     pooled = layer.pool and which.numel()
     noted = channels_last(which) if pooled else y.contiguous() if flat else channels_last(y)
-    room = lambda: gl.new_empty(C, B, HO, WO, O)
-    dense = gl if plain else room() if need else None
+    room = functools.cache(lambda _: gl.new_empty(C, B, HO, WO, O))  # one of each kind, whoever needs it
+    dense = gl if plain else room("dense") if need else None
     bn = _up2(O)
     bp = max(16, 4096 // bn)
 
@@ -447,8 +448,8 @@ def backward(
     def weights(c: dict[str, int]) -> tuning.Call:
         S, turn = c["SPLIT"], bool(c["TURNED"])
         fused = bool(c["FUSED"]) and dense is None  # where nobody else needs it, it need not be written down
-        spread = room() if dense is None and not turn and not fused else dense
-        turned = room() if turn else gl
+        spread = room("dense") if dense is None and not turn and not fused else dense
+        turned = room("turned") if turn else gl
         dw_all, db_all = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
         whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
         add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, 32), C), whole, {})

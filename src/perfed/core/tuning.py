@@ -80,6 +80,7 @@ CANDIDATES: dict[str, list[Choice]] = {
 
 _chosen: dict[tuple[Any, ...], Choice] = {}
 _loaded: set[Path] = set()
+_untimed: set[tuple[Any, ...]] = set()  # chosen because memory was short: not for the next run
 _later: dict[Any, _Met] | None = None  # inside `together`: shapes by their keys
 seconds = 0.0  # spent on tuning in this process
 
@@ -113,7 +114,7 @@ def _save(device: torch.device) -> None:
     _load(device)  # what another process has written since
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        rows = [[list(key), choice] for key, choice in _chosen.items()]
+        rows = [[list(key), choice] for key, choice in _chosen.items() if key not in _untimed]
         new = path.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(rows))
         new.replace(path)
@@ -183,6 +184,7 @@ def decide(met: dict[Any, _Met]) -> None:
         for key, one in met.items():
             if not fits(lambda some={key: one}: _decide(some)):
                 _chosen[key] = CANDIDATES[one.kind][0]
+                _untimed.add(key)
     seconds += time.monotonic() - began
 
 

@@ -32,6 +32,7 @@ aten = torch.ops.aten
 _WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _LARGE = 4096  # row sums of at least this many numbers are taken along
 _FEW = 512  # rows whose sums are better taken column by column
+_MOST = 1 << 16  # rows that a launch may have along its second axis
 _DEPTH = 128  # terms of a product that is worked out where it is needed; a longer one is left to the library
 
 
@@ -71,7 +72,7 @@ def _row_sum(node: fx.Node) -> bool:
     shape, kind = shape_of(node.args[0]), node.kwargs.get("dtype")
     if not kind_of(node.args[0]).dtype.is_floating_point or kind_of(node.args[0]).stride[-1] != 1:
         return False
-    return len(shape) == 2 and list(node.args[1]) in ([1], [-1]) and shape[1] >= _LARGE and kind in (
+    return len(shape) == 2 and list(node.args[1] or ()) in ([1], [-1]) and shape[1] >= _LARGE and kind in (
         None, torch.float32, torch.float64,
     )  # fmt: skip
 
@@ -81,9 +82,10 @@ def _column_sum(node: fx.Node) -> bool:
     if node.target is not aten.sum.dim_IntList or node.kwargs or not isinstance(kind_of(node.args[0]), Kind):
         return False
     shape, stride, dtype = kind_of(node.args[0])
-    if len(shape) != 3 or list(node.args[1]) not in ([1], [-2]) or dtype not in (torch.float32, torch.float64):
+    if len(shape) != 3 or list(node.args[1] or ()) not in ([1], [-2]) or dtype not in (torch.float32, torch.float64):
         return False
-    return stride == (shape[1] * shape[2], shape[2], 1) and 0 < shape[1] <= _FEW and shape[2] > 0
+    sizes = 0 < shape[0] < _MOST and 0 < shape[1] <= _FEW and shape[2] > 0
+    return stride == (shape[1] * shape[2], shape[2], 1) and sizes
 
 
 class Program:

@@ -103,7 +103,7 @@ class FedFomo(Method):
             preference[cohort.ids[:, None], self.choose(server, cohort.ids)] += said
         models = server["models"].index_copy(0, cohort.ids, trained)
         seen = server["seen"].index_fill(0, cohort.ids, True)
-        return {"models": models, "seen": seen, "preference": preference, "w": w, "round": server["round"] + 1}
+        return {"models": models, "seen": seen, "preference": preference, "w": w, "round": int(server["round"]) + 1}
 
     def personalise(self, client, down, data):
         return client["w"]

@@ -48,4 +48,4 @@ class LGFedAvg(FedPer):
     def aggregate(self, server, cohort):
         t, w = server["round"], server["w"]
         w = w + cohort.mean if t < self.warmup else self.sent.add(w, cohort.mean)
-        return {"w": w, "round": t + 1}
+        return {"w": w, "round": int(t) + 1}

@@ -64,7 +64,7 @@ class PFedMT(Method):
 
     def select(self, server, ids):
         M, team = self.teams, [id * self.teams // len(server["team"]) for id in ids]
-        order = shuffle(derive(self.seed, SELECT, server["k"])[None], torch.tensor([M]), M)[0].tolist()
+        order = shuffle(derive(self.seed, SELECT, int(server["k"]))[None], torch.tensor([M]), M)[0].tolist()
         chosen = [i for i in order if i in team][: max(1, int(self.team_share * M + 1e-9))]
         return [id for id, i in zip(ids, team, strict=True) if i in chosen]
 
@@ -92,7 +92,7 @@ class PFedMT(Method):
         return theta, Up(mean=theta - w, group=down.own["team"], weight=weight)
 
     def aggregate(self, server, cohort):
-        x, w, k, here = server["x"], self.begun(server), server["k"] + 1, cohort.weight > 0
+        x, w, k, here = server["x"], self.begun(server), int(server["k"]) + 1, cohort.weight > 0
         step = self.eta * (self.lam * cohort.mean - self.gamma * self.pull(w, x))
         w = torch.where(here[:, None], w + self.model.weights.only(step, cohort.mean), server["w"])
         n = torch.where(here, cohort.weight, server["n"])

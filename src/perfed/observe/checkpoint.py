@@ -34,7 +34,7 @@ class Checkpoints:
     """Writes one every so many rounds, after the metrics of that round."""
 
     def __init__(self, folder: Path, every: int, log: MetricsLog):
-        self.folder, self.every, self.log, self.kept = folder / RECENT, every, log, KEPT
+        self.folder, self.every, self.log = folder / RECENT, every, log
         self.folder.mkdir(exist_ok=True)
 
     def see(self, event: Round) -> None:
@@ -45,7 +45,7 @@ class Checkpoints:
 
     def write(self, federation: Federation) -> None:
         """Save the federation as it is, with the lengths of the logs that belong to it."""
-        path, states = self.folder / f"round_{federation.round:08d}.safetensors", federation.states
+        path, states = _path(self.folder, federation.round), federation.states
         ids, digest = list(states), hashlib.sha256()
         if ids:
             files.write(path.with_suffix(ROWS), _watched(states.pieces(ids, AT_ONCE), digest))
@@ -60,26 +60,51 @@ class Checkpoints:
         self._prune()
 
     def _prune(self) -> None:
-        kept = [path.stem for path in sorted(self.folder.glob("round_*.safetensors"))[-self.kept :]]
-        for old in self.folder.glob("round_*"):
-            if old.stem not in kept:
-                old.unlink()
+        _keep(self.folder, _rounds(self.folder)[-KEPT:])
 
 
 class BestRound(Checkpoints):
-    """The round with the best models so far."""
+    """The round with the best models so far, of a run that is in round `now`."""
 
-    def __init__(self, folder: Path, log: MetricsLog):
+    def __init__(self, folder: Path, log: MetricsLog, now: int):
         super().__init__(folder, 0, log)
-        self.folder, self.kept = folder / BEST, 1
+        self.recent, self.folder = self.folder, folder / BEST
+        _keep(self.folder, [round for round in _rounds(self.folder) if round <= now])  # later ones are still to come
 
     def write(self, federation: Federation) -> None:
         self.folder.mkdir(exist_ok=True)
         super().write(federation)
 
-    def forget(self) -> None:
-        """Remove it: its models are saved."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _prune(self) -> None:
+        """Besides the newest, keep the one that a run would want that goes on from the newest checkpoint."""
+        known, there = max(_rounds(self.recent), default=0), _rounds(self.folder)
+        _keep(self.folder, [*there[-1:], *[round for round in there if round <= known][-1:]])
+
+    def restore(self, federation: Federation, round: int) -> bool:
+        """Set the federation to this round; whether it is there."""
+        if round in _rounds(self.folder):
+            _read(self.folder.parent, _path(self.folder, round), federation)
+        return federation.round == round
+
+
+def forget_best(folder: Path) -> None:
+    """What a run that is over does not need any more."""
+    shutil.rmtree(folder / BEST, ignore_errors=True)
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"round_{round:08d}.safetensors"
+
+
+def _rounds(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("round_")) for path in folder.glob("round_*.safetensors"))
+
+
+def _keep(folder: Path, rounds: Iterable[int]) -> None:
+    kept = {_path(folder, round).stem for round in rounds}
+    for old in folder.glob("round_*"):
+        if old.stem not in kept:
+            old.unlink()
 
 
 def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
@@ -110,26 +135,26 @@ def _read_rows(path: Path, about: dict[str, Any], states: States) -> None:
         raise Problem(f"'{path}' is damaged: its checksum does not fit")
 
 
-def restore(
-    folder: Path, federation: Federation, notice: Callable[[str], None], name: str = RECENT
-) -> dict[str, int] | None:
+def _read(folder: Path, path: Path, federation: Federation) -> dict[str, int]:
+    """Set the federation to one checkpoint; returns the logs' lengths."""
+    device, state = federation.method.model.device, files.load_tree(path)
+    for name, size in state["logs"].items():
+        files.long_enough(folder / name, size)
+    _read_rows(path.with_suffix(ROWS), state["states"], federation.states)
+    federation.round = state["round"]
+    federation.server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
+    federation.traffic = Traffic(**state["traffic"])
+    return state["logs"]
+
+
+def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
     """Set the federation to its newest whole checkpoint; returns the logs' lengths, None where there is none."""
-    device = federation.method.model.device
-    here = lambda tree: tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
-    found = sorted((folder / name).glob("round_*.safetensors"), reverse=True)
-    for at, path in enumerate(found):
+    found = _rounds(folder / RECENT)
+    for round in reversed(found):
         try:
-            state = files.load_tree(path)
-            for name, size in state["logs"].items():
-                files.long_enough(folder / name, size)
-            _read_rows(path.with_suffix(ROWS), state["states"], federation.states)
+            return _read(folder, _path(folder / RECENT, round), federation)
         except Problem as problem:
-            if at == len(found) - 1:
+            if round == found[0]:
                 raise
             notice(f"{problem}; going back to the checkpoint before it")
-            continue
-        federation.round = state["round"]
-        federation.server = here(state["server"])
-        federation.traffic = Traffic(**state["traffic"])
-        return state["logs"]
     return None

@@ -21,10 +21,12 @@ def write_report(run: Run) -> Path:
     folder = run.path / "report"
     folder.mkdir(exist_ok=True)
     data, config = run.config.data, run.config.run
+    last = all(one["saved_round"] == one["rounds"] for one in run.summary())
+    when = "last round" if last else "the round whose models are saved"
     about = (
         f"# {run.path.name}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, network "
         f"{run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
-        f"seed {config.seed}.\nAccuracy: last round, each client's model on its own test samples. Gain: accuracy minus "
+        f"seed {config.seed}.\nAccuracy: {when}, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
     sent = "".join(f"\n{line}.\n" for line in remarks(run.summary()))

@@ -107,11 +107,13 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     name = client["name"].replace("`", "'").replace("\n", " ").replace("\r", " ")
     scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
     rows = [(run.entries[entry].title, score(s)) for entry, s in scores.items()]
+    saved, last = summary["saved_round"], summary["rounds"]
+    when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
     return (
         f"# Model of client `{name}`, trained with {summary['title']}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
         f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
-        f"Test accuracy on this client's own samples, last round:\n\n"
+        f"Test accuracy on this client's own samples, {when}:\n\n"
         + markdown(("method", "accuracy"), rows)
         + "\nLoad it from the run folder (three folders up):\n\n```python\nimport perfed\n\n"
         + f"model = perfed.load(RUN).client({client['folder']!r}, {method!r}).model()\n```\n"

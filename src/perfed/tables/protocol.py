@@ -25,7 +25,7 @@ _PARTS = (*SECTIONS, "train")
 # with other ones is the same table, among the same cells. Not here: eval_every (rules choose among evaluations),
 # precision and tf32 (numbers are rounded elsewhere).
 NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
-NEUTRAL |= {"state_memory", "save_models", "save_round", "checkpoint_every", "scores"}
+NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores"}
 _COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
 _ROW = {"method", "title", "settings", "run", "times", "grid", "model", "cell", "paper", "std", "plain", "at", "note"}
 _ROW |= {"watch"}
@@ -113,10 +113,11 @@ class Protocol:
         raw: dict[str, Any] = {part: dict(one.parts.get(part, {})) for part in _PARTS}
         over = self.change.get("settings", {}).get(how.name, {})
         raw["methods"] = [how.method]
-        raw["run"] |= {"save_models": "none", **how.run, **self.change.get("run", {}), "seed": seed, "baseline": False}
+        fixed = {"save_models": "none", "save_round": "last"}  # of other rounds only the logs are read
+        raw["run"] |= {**fixed, **how.run, **self.change.get("run", {}), "seed": seed, "baseline": False}
         if how.times > 1:  # as many evaluations
             default = RunConfig()
-            for key in ("rounds", "eval_every"):
+            for key in ("rounds", "eval_every", "patience"):
                 raw["run"][key] = how.times * raw["run"].get(key, getattr(default, key))
         raw["method"] = {how.method: {**how.settings, **how.at.get(column, {}), **over}}
         made = from_dict(raw)
@@ -183,6 +184,9 @@ def _row(path: Path, name: str, table: dict[str, Any], columns: list[str]) -> Ro
     both = zip(columns, numbers, deviations or [None for _ in numbers], strict=False)  # no numbers: none at all
     paper: dict[str, tuple[float, float | None]]
     paper = {column: (float(number), std) for column, number, std in both if not math.isnan(number)}
+    times = table.get("times", 1)
+    if type(times) is not int or times < 1:
+        raise Problem(f"{path.name}: row '{name}': times must be a whole number of at least 1, not {times!r}")
     kept = {key: table[key] for key in ("times", "model", "cell", "plain", "note", "watch") if key in table}
     tables = {key: table.get(key, {}) for key in ("settings", "run", "at", "grid")}
     return Row(name, table.get("title", name), table.get("method", name), **tables, **kept, paper=paper)
