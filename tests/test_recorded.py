@@ -129,6 +129,7 @@ def test_a_step_that_is_no_straight_line_is_recorded_anew():
     assert not Rows((8, record(counted, torch.ones(8, 3))), (4, record(counted, torch.ones(4, 3)))).alike
 
 
+@pytest.mark.slow
 def test_a_client_without_samples_beside_many():
     sizes = (*(3,) * 33, 0)
     clients = contract.toy_clients(sizes)

@@ -265,7 +265,7 @@ def resume(folder, *words):
 # ---------------------------------------------------------------------- kill -9
 
 
-ALONE = ["before the first checkpoint", "between checkpoints of the second method", "in the export of the models"]
+ALONE = ["between checkpoints of the second method", "in the export of the models"]
 
 
 @pytest.mark.parametrize(
