@@ -561,6 +561,166 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     assert [row[2] for row in cells(made, lines, "c10-25")] == ["diverged", "diverged"]
 
 
+WATCHED = """
+    title = "t"
+    paper = "p"
+    rule = "last"
+    seeds = 2
+    figures = ["alpha"]
+    [all]
+    data = { clients = 4 }
+    model = { name = "mlr" }
+    train = { epochs = 1, lr = 0.1 }
+    run = { rounds = 4, checkpoint_every = 2, participation = 0.5 }
+    [columns.only]
+    title = "only"
+    [rows.pfedmb]
+    settings = { branches = 2 }
+    watch = true
+    """
+
+
+def watched(place, engine, seeds=2):
+    """A small table whose mixtures are kept, and what runs it."""
+    from rich.console import Console
+
+    from perfed.tables.cells import carry_out
+
+    place.mkdir()
+    (place / "mine.toml").write_text(WATCHED)
+    made = protocol.chosen(protocol.find(str(place / "mine.toml")), [], [], seeds)
+    how = {"engine": engine, "device": "cpu", "fast": False}
+    return made, lambda: carry_out(made, place, Console(quiet=True), how)
+
+
+def alphas(place, seed):
+    return next(place.rglob(f"seed_{seed}")) / "alphas.jsonl"
+
+
+def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
+    """Every round's, of every seed: those of a federation that nobody looks at."""
+    import torch
+
+    from perfed.engines.sequential import Sequential
+    from perfed.experiment import prepare, read_config
+    from perfed.federation import Federation
+    from perfed.report import table_figures
+    from perfed.tables.watch import mixtures
+
+    made, run = watched(tmp_path / "table", "sequential")
+    run()
+    for seed in range(2):
+        folder = alphas(tmp_path, seed).parent
+        experiment = prepare(read_config(folder))
+        method = experiment.method(catalog.find("pfedmb"))
+        federation = Federation(Sequential(method, experiment.clients, seed=seed))
+        lines = [json.loads(line) for line in alphas(tmp_path, seed).read_text().splitlines()]
+        assert [line["round"] for line in lines] == [1, 2, 3, 4]
+        for line in lines:
+            federation.step()
+            expected = torch.stack([federation.state(id).softmax(0).mean(1) for id in range(4)])
+            np.testing.assert_allclose(line["alpha"], expected, atol=1e-4)
+    figure = table_figures.alpha(made, tmp_path / "table", "only")
+    said = figure.axes[0].get_ylabel()
+    shares, used = zip(
+        *(table_figures.clusters(mixtures(alphas(tmp_path, seed).parent)[1][-1]) for seed in (0, 1)), strict=True
+    )
+    assert said == f"pfedmb\n{np.mean(shares):.0%} of pairs on one\nbranch; {used[0]}, {used[1]} in use"
+    assert "seed 0;" in figure.get_suptitle()
+
+
+def test_the_figure_of_mixtures_is_about_all_seeds(tmp_path):
+    """Seeds that are not done, or that nobody watched, do not count; cells of older versions do."""
+    from perfed.report.table_figures import alpha
+
+    def cell(seed, name, text, done=True):
+        place = tmp_path / f"mine/only/pfedmb/seed_{seed}"
+        (place / "pfedmb").mkdir(parents=True)
+        (place / name).write_text(text)
+        if done:
+            (place / "pfedmb/result.json").write_text("{}")
+
+    (tmp_path / "mine.toml").write_text(WATCHED.replace("seeds = 2", "seeds = 5"))
+    made = protocol.find(str(tmp_path / "mine.toml"))
+    assert alpha(made, tmp_path, "only") is None
+    one, other = [0.9, 0.1], [0.2, 0.8]
+    lines = [{"alpha": [one] * 4, "round": 3}, {"alpha": [one, one, one, other], "round": 4}]
+    cell(0, "nothing", "")
+    cell(1, "alphas.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    cell(2, "alphas.json", json.dumps({"alpha": [[other] * 4, [one] * 4]}))
+    cell(3, "alphas.jsonl", "", done=False)
+    figure = alpha(made, tmp_path, "only")
+    assert figure.get_suptitle() == "only\nweights of the branches, seed 1; one panel per client"
+    assert figure.axes[0].get_ylabel() == "pfedmb\n75% of pairs on one\nbranch; 2, 1 in use"
+    assert figure.axes[3].lines[0].get_xydata().tolist() == [[3, 0.9], [4, 0.2]]
+
+
+def test_mixtures_of_an_interrupted_cell(tmp_path, monkeypatch):
+    """Stopped right before a checkpoint, and in the middle of a line: each round is there exactly once."""
+    from perfed.federation import Federation
+    from perfed.observe.checkpoint import Checkpoints
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    _, whole = watched(tmp_path / "whole", "sequential", seeds=1)
+    _, run = watched(tmp_path / "stopped", "sequential", seeds=1)
+    whole()
+    write, step, rounds = Checkpoints.write, Federation.step, []
+    monkeypatch.setattr(Checkpoints, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    path = alphas(tmp_path / "stopped", 0)
+    assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2]  # before the checkpoint
+    monkeypatch.setattr(Checkpoints, "write", write)
+    monkeypatch.setattr(Federation, "step", lambda self: stop() if self.round == 3 else step(self))
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    path.write_bytes(b"".join(lines)[: -len(lines[2]) // 2])
+    monkeypatch.setattr(Federation, "step", lambda self: [rounds.append(self.round), step(self)][1])
+    run()
+    assert rounds == [2, 3]
+    assert path.read_bytes() == alphas(tmp_path / "whole", 0).read_bytes()
+
+
+def test_mixtures_of_seeds_in_one_batch(tmp_path, monkeypatch):
+    """Each seed has its own file, with what it has alone."""
+    from perfed import experiment
+
+    sizes, train = [], experiment._train
+    monkeypatch.setattr(experiment, "_train", lambda jobs, *rest: [sizes.append(len(jobs)), train(jobs, *rest)][1])
+    for engine in ("vectorised", "sequential"):
+        watched(tmp_path / engine, engine)[1]()
+    assert sizes == [2, 1, 1]
+    batch, alone = (
+        [[json.loads(line) for line in alphas(tmp_path / engine, seed).read_text().splitlines()] for seed in (0, 1)]
+        for engine in ("vectorised", "sequential")
+    )
+    for mine, other in zip(batch, alone, strict=True):
+        assert [line["round"] for line in mine] == [1, 2, 3, 4]
+        np.testing.assert_allclose([x["alpha"] for x in mine], [x["alpha"] for x in other], atol=2e-4)
+    assert not np.allclose(batch[0][-1]["alpha"], batch[1][-1]["alpha"], atol=1e-3)
+
+
+def test_a_run_without_a_log_cannot_be_scored(tmp_path):
+    import perfed
+
+    small = {"clients": 3, "epochs": 1, "hidden": 8, "rounds": 2, "eval_every": 2, "baseline": False}
+    run = perfed.run("fedavg", out=tmp_path / "run", engine="sequential", **small)
+    log = run.path / "fedavg" / "metrics.jsonl"
+    with pytest.raises(Problem, match=r"metrics.jsonl' has no scores up to round 1: the first are of round 2$"):
+        metrics.curves(run, "fedavg", until=1)
+    says = r"run/fedavg/metrics.jsonl' has no scores: the run's log is missing or empty$"
+    log.write_text("")
+    with pytest.raises(Problem, match=says):
+        metrics.curves(run, "fedavg")
+    log.unlink()
+    with pytest.raises(Problem, match=says):
+        metrics.summary(run, "fedavg")
+
+
 def test_numbers_of_the_figures():
     from perfed.report.table_figures import clusters, correlations
 

@@ -275,11 +275,17 @@ def train(experiment: Experiment, folder: Path, console: Console) -> None:
     train_together([experiment], [folder], console)
 
 
-def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
+def train_together(
+    experiments: Sequence[Experiment],
+    folders: Sequence[Path],
+    console: Console,
+    watch: Callable[[Path, int], Observer] | None = None,
+) -> None:
     """The same for several runs that are alike but for their seeds or learning rates.
 
     Where cohorts are batches (the engine 'vectorised'), the runs' cohorts are one batch; elsewhere one run follows
     another. What each run ends with does not depend on it, and one that diverges does not keep the others from it.
+    `watch`, given a method's folder and the round that it goes on from, makes one more observer for each.
     """
     with ExitStack() as held:
         for folder in folders:
@@ -293,7 +299,7 @@ def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], c
             batched = all(e.engine == "vectorised" and e.method(entry).vectorised for e, _ in left)
             diverged: dict[Path, str] = {}
             for some in [left] if batched and len(left) > 1 else [[one] for one in left]:
-                diverged |= _train([Job(e, entry, place, console) for e, place in some], console)
+                diverged |= _train([Job(e, entry, place, console, watch) for e, place in some], console)
             if diverged:
                 raise Diverged(next(iter(diverged.values())), diverged)
 
@@ -301,7 +307,14 @@ def train_together(experiments: Sequence[Experiment], folders: Sequence[Path], c
 class Job:
     """One method's training in one run folder, from its checkpoint where it has one."""
 
-    def __init__(self, experiment: Experiment, entry: catalog.Entry, place: Path, console: Console):
+    def __init__(
+        self,
+        experiment: Experiment,
+        entry: catalog.Entry,
+        place: Path,
+        console: Console,
+        watch: Callable[[Path, int], Observer] | None = None,
+    ):
         place.mkdir(exist_ok=True)
         self.experiment, self.entry, self.place, self.console = experiment, entry, place, console
         self.run, self.method = experiment.config.run, experiment.method(entry)
@@ -315,7 +328,11 @@ class Job:
         self.federation = Federation(self.engine, states=states, faults=faults_of(self.run))
         sizes = restore(place, self.federation, lambda text: console.print(text, highlight=False))
         log = MetricsLog(place, sizes)
-        self.watching: list[Observer] = [log, Checkpoints(place, self.run.checkpoint_every, log)]
+        self.watching: list[Observer] = [log]
+        if watch is not None:
+            self.watching.append(watch(place, self.federation.round))
+        # The last one: a run goes on only from what all others have seen.
+        self.watching.append(Checkpoints(place, self.run.checkpoint_every, log))
         wanted = self.run.save_round == "best" or (self.run.save_round == "auto" and self.run.patience > 0)
         wanted = wanted and self.run.save_models != "none"
         self.best_round = BestRound(place, log, self.federation.round) if wanted else None

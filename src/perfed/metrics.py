@@ -14,6 +14,7 @@ import numpy as np
 
 from perfed import catalog
 from perfed.catalog import Entry
+from perfed.core.errors import Problem
 from perfed.observe.metrics import CLIENTS, ROUNDS, TIMES, read
 from perfed.results import Run
 
@@ -45,13 +46,18 @@ def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Cu
     place = {client["name"]: at for at, client in enumerate(run.about["clients"])}
     samples = np.array([client["test"] for client in run.about["clients"]])
     found: dict[int, np.ndarray] = {}
-    for line in read(run.path / method / CLIENTS):
+    log = read(run.path / method / CLIENTS)
+    for line in log:
         if until and line["round"] > until:
             break
         scores = line[model]
         one = found.setdefault(line["round"], np.full((3, len(place)), np.nan))
         picked = (scores["test"]["accuracy"], scores.get("val", {}).get("accuracy"), scores["test"]["loss"])
         one[:, place[line["client"]]] = [np.nan if value is None else value for value in picked]
+    if not found:
+        early = f" up to round {until}" if log else ""
+        why = f"the first are of round {log[0]['round']}" if log else "the run's log is missing or empty"
+        raise Problem(f"'{run.path / method / CLIENTS}' has no scores{early}: {why}")
     rounds = np.array(list(found))
     table = np.stack(list(found.values()))
     return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples)

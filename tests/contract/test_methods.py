@@ -62,6 +62,7 @@ def test_inductor_equals_plain():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.timeout(900)  # some methods take minutes on busy cores
 @each_method
 def test_inductor_equals_plain_for_all(entry):
     contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)

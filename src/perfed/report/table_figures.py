@@ -19,7 +19,7 @@ from perfed.tables.agree import correlation
 from perfed.tables.cells import cell
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import found
-from perfed.tables.watch import ALPHAS
+from perfed.tables.watch import mixtures
 
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, mean over seeds, deviation over seeds
 
@@ -183,28 +183,35 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
 
 
 def alpha(protocol: Protocol, out: Path, column: str) -> Figure | None:
-    """Every client's weights of the branches over rounds (pFedMB, Figure 3), for the rows that were watched."""
-    kept = {}
+    """Every client's weights of the branches over rounds (pFedMB, Figure 3), for the rows that were watched.
+
+    One seed is drawn; the text beside it is about all of them, after their last rounds.
+    """
+    kept, first = {}, set()  # by row: rounds and weights [rounds, clients, branches] of each seed
     for row in protocol.rows:
-        one = cell(protocol, out, column, row, 0)
-        if (one.folder / ALPHAS).exists():
-            kept[row] = np.array(files.read_json(one.folder / ALPHAS)["alpha"])  # [rounds, clients, branches]
+        cells = [cell(protocol, out, column, row, seed) for seed in range(protocol.seeds)]
+        seeds = {one.seed: pair for one in cells if one.done and (pair := mixtures(one.folder))}
+        if seeds:
+            kept[row] = list(seeds.values())
+            first.add(min(seeds))
     if not kept:
         return None
-    clients = next(iter(kept.values())).shape[1]
-    head = f"{protocol.columns[column].title}\nweights of the branches, seed 0; one panel per client"
+    clients = next(iter(kept.values()))[0][1].shape[1]
+    drawn = " or ".join(map(str, sorted(first)))
+    head = f"{protocol.columns[column].title}\nweights of the branches, seed {drawn}; one panel per client"
     figure = Figure(figsize=(1.35 * clients, 2.1 * len(kept) + 0.8), layout="constrained")
     figure.suptitle(head, fontsize=10)
     grid = figure.subplots(len(kept), clients, squeeze=False, sharex=True, sharey=True)
-    for line, (row, values) in zip(grid, kept.items(), strict=True):
-        pairs, distinct = clusters(values[-1])
+    for line, (row, seeds) in zip(grid, kept.items(), strict=True):
+        rounds, values = seeds[0]
+        pairs, distinct = zip(*(clusters(weights[-1]) for _, weights in seeds), strict=True)
         for i, axes in enumerate(line):
             for b in range(values.shape[2]):
-                axes.plot(np.arange(1, len(values) + 1), values[:, i, b], color=COLOURS[1 + b % 9], linewidth=1.2)
+                axes.plot(rounds, values[:, i, b], color=COLOURS[1 + b % 9], linewidth=1.2)
             axes.set_title(str(i + 1), fontsize=8)
             axes.tick_params(labelsize=7)
-        said = f"{protocol.rows[row].title}\n{pairs:.0%} of pairs on one\nbranch, {distinct} in use"
-        line[0].set_ylabel(said, fontsize=8)
+        said = f"{np.mean(pairs):.0%} of pairs on one\nbranch; {', '.join(map(str, distinct))} in use"
+        line[0].set_ylabel(f"{protocol.rows[row].title}\n{said}", fontsize=8)
     figure.supxlabel("round", fontsize=8)
     return figure
 

@@ -86,12 +86,8 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
         seeds = ", ".join(str(one.seed) for one in some)
         title = f"{protocol.columns[some[0].column].title}, {protocol.rows[some[0].row].title}, seed {seeds}"
         console.print(f"[{at}/{len(left)}] {title}", highlight=False, markup=False)
-        attempt(some, [protocol.config(one.column, one.row, one.seed) for one in some], how, console)
-        for one in some:
-            if protocol.rows[one.row].watch and one.seed == 0 and one.done:
-                from perfed.tables.watch import alphas
-
-                alphas(one)
+        configs = [protocol.config(one.column, one.row, one.seed) for one in some]
+        attempt(some, configs, how, console, protocol.rows[some[0].row].watch)
 
 
 def _batches(left: list[Cell], protocol: Protocol, how: dict[str, Any]) -> list[list[Cell]]:
@@ -122,12 +118,14 @@ def _asked(config: Config, how: dict[str, Any]) -> Config:
     )
 
 
-def attempt(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console) -> None:
+def attempt(
+    some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console, watch: bool = False
+) -> None:
     """Run cells; that one diverged is a result, too, which its record keeps."""
     from perfed.federation import Diverged
 
     try:
-        run(some, configs, how, console)
+        run(some, configs, how, console, watch)
     except Diverged as problem:
         console.print(f"{problem}", highlight=False, markup=False)
         for one in some:
@@ -136,10 +134,11 @@ def attempt(some: list[Cell], configs: list[Config], how: dict[str, Any], consol
                 files.write_json(one.record, files.read_json(one.record) | said)
 
 
-def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console) -> None:
-    """Run cells to their end, from their checkpoints where they have one."""
+def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console, watch: bool = False) -> None:
+    """Run cells to their end, from their checkpoints where they have one; `watch`: keep the clients' mixtures, too."""
     from perfed.experiment import prepare, reopen, train_together
     from perfed.tables.joining import old_hands, welcome
+    from perfed.tables.watch import Mixtures
 
     experiments = []
     for one, config in zip(some, configs, strict=True):
@@ -148,7 +147,7 @@ def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: C
         _keep_settings(one, config)
         experiments.append(reopen(_asked(config, how), one.folder, console, those))
         _sign(one, experiments[-1].device)
-    train_together(experiments, [one.folder for one in some], console)
+    train_together(experiments, [one.folder for one in some], console, Mixtures if watch else None)
     for one, experiment in zip(some, experiments, strict=True):
         if one.first:
             welcome(prepare(experiment.config), one)

@@ -61,7 +61,7 @@ class Row:
     model: str = "personal"  # which of the method's models is scored
     cell: str = ""  # the row whose runs are read, where it is not this one
     plain: bool = False  # not in the paper: shows what is the method's own doing
-    watch: bool = False  # also keep every client's mixture of every round (pFedMB), which takes a second training
+    watch: bool = False  # also keep every client's mixture of every round (pFedMB)
     note: str = ""
     paper: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # column -> number, deviation
 

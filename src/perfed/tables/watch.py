@@ -1,42 +1,60 @@
 """What a client keeps to itself, round by round: pFedMB's mixtures, for its Figure 3.
 
-Logs hold what a server knows, and a client's mixture is no part of that. So the cell is trained once more without
-files, which gives the same numbers, and looked at after every round.
+Logs hold what a server knows, and a client's mixture is no part of that. So an observer of its own looks on while a
+cell is trained.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from perfed import files
+from perfed.core.mixture import convex
+from perfed.observe import Round
+from perfed.observe.metrics import read
 
-if TYPE_CHECKING:
-    from perfed.tables.cells import Cell
-
-ALPHAS = "alphas.json"
+ALPHAS, OLD_ALPHAS = "alphas.jsonl", "alphas.json"  # the second: of cells that older versions ran
 
 
-def alphas(cell: Cell) -> None:
-    """Write every client's weights of the branches, mean over layers, [rounds, clients, branches]."""
-    from perfed.core.mixture import convex
-    from perfed.engines import make_engine
-    from perfed.experiment import prepare, read_config
-    from perfed.faults import faults_of
-    from perfed.federation import Federation
+class Mixtures:
+    """Appends every client's weights of the branches, mean over layers, to a file of a run that is in round `now`."""
 
-    experiment = prepare(read_config(cell.folder))
-    (entry,) = experiment.config.entries()
-    method: Any = experiment.method(entry)
-    engine = make_engine(experiment.engine, method, experiment.clients, experiment.config.run)
-    try:
-        federation = Federation(engine, faults=faults_of(experiment.config.run))
-        everybody, seen = list(range(len(experiment.clients))), []
-        for _ in range(files.read_json(cell.folder / cell.method / "result.json")["rounds"]):
-            federation.step()
-            states = torch.stack([convex(federation.state(i), method.simplex).mean(1) for i in everybody])
-            seen.append([[round(a, 4) for a in row] for row in states.tolist()])
-        files.write_json(cell.folder / ALPHAS, {"alpha": seen})
-    finally:
-        engine.close()
+    def __init__(self, place: Path, now: int):
+        self.path = place.parent / ALPHAS
+        files.write(self.path, b"".join(_until(self.path, now)))  # later rounds are still to come
+
+    def see(self, event: Round) -> None:
+        federation = event.federation
+        method: Any = federation.method  # pFedMB's: no other has what is looked at here
+        states = federation.states.take(range(len(federation.clients)))
+        weights = torch.stack([convex(state, method.simplex).mean(1) for state in states]).tolist()
+        line = {"alpha": [[round(a, 4) for a in client] for client in weights], "round": federation.round}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, sort_keys=True) + "\n")
+        files.sync(self.path)  # a checkpoint of this round may follow
+
+
+def _until(path: Path, now: int) -> Iterator[bytes]:
+    """The lines of rounds up to `now`; a crash may have left half of one."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            if line.endswith(b"\n") and json.loads(line)["round"] <= now:
+                yield line
+
+
+def mixtures(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """(rounds, weights [rounds, clients, branches]) of a run folder; None where nobody looked on."""
+    if (folder / ALPHAS).exists():
+        lines = read(folder / ALPHAS)
+        return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])
+    if (folder / OLD_ALPHAS).exists():
+        weights = np.array(files.read_json(folder / OLD_ALPHAS)["alpha"])
+        return np.arange(1, len(weights) + 1), weights
+    return None
