@@ -518,3 +518,37 @@ def test_sizes_that_are_no_multiple_of_rows_are_refused():
     rows = Rows((5, record(half, normal(5, 3))), (2, record(half, normal(2, 3))))
     assert rows.alike
     assert rows(4) is None
+
+
+# ---------------------------------------------------------------------------------------------------- recording
+
+
+def test_operations_with_several_results_and_constants():
+    network = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3)).to(DEVICE, torch.float64)
+    names = [name for name, _ in network.named_parameters()]
+    fixed = torch.tensor([0.5, 1.0, 2.0], device=DEVICE)
+
+    def loss(parameters, x, y):
+        out = functional_call(network, dict(zip(names, parameters, strict=True)), (x,))
+        return F.cross_entropy(out * fixed, y)
+
+    def step(x, y, *parameters):
+        return tuple(p - 0.1 * g for p, g in zip(parameters, grad(loss)(parameters, x, y), strict=True))
+
+    each = [p.detach().expand(4, *p.shape).contiguous() for p in network.parameters()]
+    check(vmap(step), normal(4, 6, 5), torch.arange(24, device=DEVICE).view(4, 6) % 3, *each)
+    last = lambda x, w: (
+        torch.ops.aten.native_layer_norm_backward(x, x, [5], x[:, :1], x[:, :1], w, None, [True, True, False])[0],
+    )
+    check(last, normal(4, 5), normal(5))
+
+
+def test_a_tensor_given_twice_is_two_arguments():
+    x = normal(3, 4)
+    program = trace(lambda a, b: (a + 2 * b,), x, x)
+    same(program(x, 3 * x), [7 * x])
+
+
+def test_what_looks_at_numbers_is_refused():
+    with pytest.raises(RuntimeError, match="a step that is recorded cannot look at the numbers of a tensor"):
+        record(lambda x: (x * x.sum().item(),), normal(2, 3))

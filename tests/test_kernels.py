@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from perfed.core.data import step_key
+from perfed.core.data import Plan, step_key
 from perfed.core.random import GOLDEN, _mix, derive
 from perfed.core.random import uniform as reference_uniform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
 from perfed.core import kernels, operators, tuning
 from perfed.core.convolution import AVG, MAX, Layer
+from perfed.engines.blocks import _table
 
 pytestmark = pytest.mark.usefixtures("within_arguments")
 CLIENTS, SAMPLES = 2, 2
@@ -242,6 +243,27 @@ def test_step_keys_are_those_of_the_plain_loop():
     key = derive(-3, torch.arange(5)).to(DEVICE)
     for step in (0, 1, 70_000):
         assert torch.equal(kernels.step_keys(key, torch.tensor([step], device=DEVICE)), step_key(key, step))
+
+
+@pytest.mark.parametrize(
+    ("size", "totals", "batch"),
+    [
+        ([50, 50, 50], [5, 5, 5], 10),
+        ([23, 9, 4, 1], [6, 2, 2, 1], 10),  # the last batches are partial
+        ([9, 23, 4], [7, 7, 0], 10),  # by steps, not by epochs; one does nothing
+        ([3, 0], [3, 0], 8),
+        ([1100], [23], 100),
+    ],
+)
+def test_samples_of_every_step_are_those_of_the_plain_path(size, totals, batch):
+    key = derive(3, torch.arange(len(size)))
+    sizes, plan = torch.tensor(size), Plan(batch, 2, None)
+    expected = _table(key, size, sizes, totals, plan)
+    epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
+    given = [t.to(DEVICE) for t in (key, sizes, torch.tensor(totals))]
+    found = kernels.batch_table(*given, epochs, max(size), batch, *expected.shape[1:])
+    assert torch.equal(found.cpu(), expected)
+    assert (expected >= 0).any()
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 3), (4, 1100), (3, 0), (3,)])

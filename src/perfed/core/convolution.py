@@ -262,13 +262,16 @@ def _weight_grad(
             tl.store(db + row * O + n, bias, mask=n < O)
 
 
-@triton.jit(do_not_specialize=["C", "SPLIT"])
+@triton.jit(do_not_specialize=["C"])
 def _add_up(
-    dw, db, w, b, C, SPLIT,
-    I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr, TAPS: tl.constexpr,
-    BIAS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
+    dw, db, w, b, C,
+    SPLIT: tl.constexpr, I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Slices of the weight gradient added in order, from taps first to PyTorch's [O, I, k, k]."""
+    """Slices of the weight gradient added in order, from taps first to PyTorch's [O, I, k, k].
+
+    The loops are unrolled: all slices are asked for at once, or each addition would wait for its own.
+    """
     c = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BJ + tl.arange(0, BJ)  # in the order in which they are written
     n = tl.arange(0, BN)
@@ -276,14 +279,14 @@ def _add_up(
     m = (j < REAL_I * TAPS)[:, None] & (n < O)[None, :]
     kk = j % TAPS * I + j // TAPS
     acc = tl.zeros((BJ, BN), tl.float32)
-    for s in range(SPLIT):
+    for s in tl.static_range(SPLIT):
         acc += tl.load(dw + (s * C + c) * K * O + kk[:, None] * O + n[None, :], mask=m, other=0.0)
     at = n[None, :] * (REAL_I * TAPS) + j[:, None]
     tl.store(w + c * REAL_O * REAL_I * TAPS + at, acc, mask=m & (n < REAL_O)[None, :])
     if BIAS:  # noqa: SIM102
         if tl.program_id(0) == 0:
             total = tl.zeros((BN,), tl.float32)
-            for s in range(SPLIT):
+            for s in tl.static_range(SPLIT):
                 total += tl.load(db + (s * C + c) * O + n, mask=n < O, other=0.0)
             tl.store(b + c * REAL_O + n, total, mask=n < REAL_O)
 
@@ -451,8 +454,9 @@ def backward(
         spread = room("dense") if dense is None and not turn and not fused else dense
         turned = room("turned") if turn else gl
         dw_all, db_all = gl.new_empty(S, C, k * k * I, O), gl.new_empty(S, C, O)
-        whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, 32)
-        add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, 32), C), whole, {})
+        bj = max(4, 512 // bn)  # few for each program: there may be little to add, and all of it is waited for
+        whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, bj)
+        add = tuning.Call(_add_up, (triton.cdiv(k * k * real_i, bj), C), whole, {})
         how = (layer.relu, layer.pool, flat) if fused else (False, NONE, False)
         args = (
             xl, gl if fused else turned if turn else spread, noted, dw_all, db_all, B, S, H, W, HO, WO, HP, WP, I, O,

@@ -38,13 +38,23 @@ def _wrap(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def _mix_number(z: int) -> int:
+    """The same for a plain number, below 2^64: no tensor is made of what the host knows."""
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
 def derive(key: Tensor | int, *parts: Tensor | int) -> Tensor:
     """A new key (or keys) for `parts` of `key`; tensors broadcast."""
-    key = torch.tensor(_wrap(key)) if isinstance(key, int) else key
     for part in parts:
+        if isinstance(key, int) and isinstance(part, int):
+            key = _mix_number((key + GOLDEN * (part + 1)) % 2**64)
+            continue
+        key = torch.tensor(_wrap(key)) if isinstance(key, int) else key
         step = _wrap(GOLDEN * (part + 1)) if isinstance(part, int) else GOLDEN * (part + 1)
         key = _mix(key + step)
-    return key
+    return torch.tensor(_wrap(key)) if isinstance(key, int) else key
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _pytree  # what vmap itself flattens its arguments with
+from torch.utils._python_dispatch import _disable_current_modes
 
 leaves = _pytree.tree_leaves
 flatten = _pytree.tree_flatten
 unflatten = _pytree.tree_unflatten
+_SHORT = 4096  # numbers that are kept
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """The tree of fn(leaf, *leaves of the others)."""
+    if isinstance(tree, Tensor):  # most are one tensor, and flattening takes longer than what is done to it
+        return fn(tree, *rest)
     return _pytree.tree_map(fn, tree, *rest)
 
 
@@ -34,6 +40,20 @@ def send(tensor: Tensor, device: torch.device | str) -> Tensor:
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """Whole numbers on a device, for reading alone: a GPU is sent the same ones only once."""
+    if device.type != "cuda" or len(values) > _SHORT:
+        return send(torch.tensor(values, dtype=torch.int64), device)
+    return _sent(tuple(values), device)
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(values: tuple[int, ...], device: torch.device) -> Tensor:
+    # They outlive whoever asks first: made inside a transformation, they would be a wrapper of its own.
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        return send(torch.tensor(values, dtype=torch.int64), device)
 
 
 def pack(tree: Any) -> tuple[Any, list[Tensor]]:

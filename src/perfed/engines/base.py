@@ -23,7 +23,7 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
 from perfed.core.scores import full_scores
-from perfed.core.tree import send, tree_map
+from perfed.core.tree import integers, send, tree_map
 from perfed.wire import Transform, identity
 
 _ON_GPU = 1 << 14  # samples that a model is given at once
@@ -139,7 +139,7 @@ class Engine(ABC):
         some = [slice(at, min(at + step, begin + sum(size))) for at in range(begin, begin + sum(size), step)]
         key, ready = self.key(), lambda rows: self.clients.ready(source.x[rows], self.method.model.dtype)
         each = [self._rate(Batch(ready(r), source.y[r], None, key), models) for r in some]
-        count = send(torch.tensor(size), source.y.device)
+        count = integers(size, source.y.device)
 
         def mean(*parts: Tensor) -> Tensor:
             total = torch.segment_reduce(torch.cat(parts).double(), "sum", lengths=count, unsafe=True)
@@ -207,7 +207,8 @@ class Training(NamedTuple):
         state, up = self.method.local(state, down, data)
         if not isinstance(up, Up):
             raise TypeError(f"local must return (state, Up), not (state, {type(up).__name__})")
-        up = self.wire(up, derive(key, WIRE))
+        if self.wire is not identity:
+            up = self.wire(up, derive(key, WIRE))
         weight = data.size if up.weight is None else torch.as_tensor(up.weight, device=data.size.device)
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": weight.double()}
         return out if up.group is None else {**out, "group": up.group}

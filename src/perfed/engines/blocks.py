@@ -20,10 +20,11 @@ from torch.func import vmap
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
+from perfed.core.fast import kernels_run
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.random import shuffle
-from perfed.core.tree import flatten, leaves, send, unflatten
+from perfed.core.tree import flatten, integers, leaves, unflatten
 
 if TYPE_CHECKING:
     from perfed.engines.graphs import Loop, Recorder
@@ -154,7 +155,7 @@ class _Fold(_Loop):
         start, sizes, size = block.start("train"), block.sizes("train"), [size[row] for row in order]
         moved = order != list(range(count))
         if moved:
-            where = send(torch.tensor(order), key.device)
+            where = integers(order, key.device)
             key, start, sizes = key[where], start[where], sizes[where]
             inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         keys = [plan.key(key, draw) for draw in range(plan.draws)]
@@ -162,7 +163,7 @@ class _Fold(_Loop):
         fold = Fold(block, step, form, carried, batched, plan, keys, index, start, size, totals)
         final = fold.recorded(inside) if block.runner.recorder else fold.plain(inside)
         if moved:
-            way = send(torch.tensor(back), key.device)
+            way = integers(back, key.device)
             final = [f[way] for f in final]
         return tuple(final), (0,) * carried
 
@@ -261,6 +262,11 @@ def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
     if not steps:
         return torch.full((len(size), 0, slots), -1, device=key.device)
     epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
+    total = integers(totals, key.device)
+    if key.is_cuda and kernels_run(key):
+        from perfed.core import kernels
+
+        return kernels.batch_table(key, sizes, total, epochs, longest, plan.batch_size, steps, slots)
     epoch = torch.arange(epochs, device=key.device)
     seeds = order_key(key, epoch[:, None])  # [epochs, rows]
     order = shuffle(seeds.flatten(), sizes.repeat(epochs), longest).view(epochs, len(size), longest)
@@ -268,7 +274,6 @@ def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
     each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
     which = (step // each).clamp_max(epochs - 1)  # [rows, steps]
     place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
-    total = send(torch.tensor(totals), key.device)
     inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
     row = torch.arange(len(size), device=key.device)[:, None, None]
     found = order[which[:, :, None], row, place.clamp_max(longest - 1)]
@@ -284,7 +289,7 @@ class _Mean(_Loop):
         inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
         size = block.size(split)
         order, back, size = _sorted_rows(size)
-        where = send(torch.tensor(order), key.device)
+        where = integers(order, key.device)
         start, n, key = block.start(split)[where], block.sizes(split)[where], key[where]
         inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
@@ -294,7 +299,7 @@ class _Mean(_Loop):
         totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
         # A client without samples has no mean: 0 / 0 is NaN.
         out = [t / n.view(-1, *(1,) * (t.dim() - 1)) for t in totals]
-        way = send(torch.tensor(back), key.device)
+        way = integers(back, key.device)
         return tuple(t[way] for t in out), (0,) * len(out)
 
 

@@ -1,8 +1,8 @@
 """A batched step as a short program: arithmetic on the same numbers is one kernel.
 
 A method writes theta - lr * (g + lam * (theta - w)); run as it stands, each sign is a pass over all clients' models
-through the GPU's memory, and those passes cost more than the network. `trace` records the step's operations once
-(make_fx), joins runs of element-wise operations into one generated Triton kernel each, takes row sums along, and lets
+through the GPU's memory, and those passes cost more than the network. `trace` records the step's operations once,
+joins runs of element-wise operations into one generated Triton kernel each, takes row sums along, and lets
 the kernel read a gradient from its pieces instead of joining them first, or work out the largest of them, the matrix
 products, where it needs them. Where an output may overwrite the input it came from, it does. All other operations run
 as they are.
@@ -344,7 +344,27 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
         _finish(cluster, members[number], results)
     absorbed = {c.joined for c in clusters.values() if c.joined is not None}
     order = _sorted(members, after)
-    return [clusters[k] if k in clusters else members[k][0] for k in order if members[k][0] not in absorbed]
+    made = [clusters[k] if k in clusters else members[k][0] for k in order if members[k][0] not in absorbed]
+    return _views_first(made)
+
+
+def _views_first(items: list[fx.Node | Cluster]) -> list[fx.Node | Cluster]:
+    """A view right after what it looks at: it costs nothing, and what needs it may begin early."""
+    following: dict[fx.Node | None, list[fx.Node | Cluster]] = {}
+    maker = {node: item for item in items for node in _makes(item)}
+    rest: list[fx.Node | Cluster] = []
+    for item in items:
+        source = item.all_input_nodes if isinstance(item, fx.Node) and _is_view(item) else ()
+        if len(source) == 1 and source[0] in maker:
+            following.setdefault(source[0], []).append(item)
+        else:
+            rest.append(item)
+    out: list[fx.Node | Cluster] = []
+    while rest:
+        item = rest.pop(0)
+        out.append(item)
+        rest[:0] = [view for node in _makes(item) for view in following.pop(node, ())]
+    return out
 
 
 def _worth_it(node: fx.Node, results: set[Any]) -> bool:

@@ -1,54 +1,91 @@
-"""The operations of a function, recorded once (make_fx), and what they are for any number of rows.
+"""The operations of a function, recorded once, and what they are for any number of rows.
 
-Of each value it keeps what it was like: shape, strides and type.
+Of each value it keeps what it was like: shape, strides and type. PyTorch's own `make_fx` records the same, and imports
+the whole of torch.compile first, which takes seconds.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-
-
-def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph:
-    """The operations of a function."""
-    # Without writing in place, what a value is does not depend on when it is read: the order is then free.
-    whole = make_fx(torch.func.functionalize(function, remove="mutations"))
-    # One mode to describe all values in: left to itself, make_fx makes one for each, which takes longer than the rest.
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
-        graph = whole(*args).graph
-    _free_of_likes(graph)
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, Tensor):
-            node.meta["val"] = Kind(tuple(value.shape), value.stride(), value.dtype)
-    return graph
-
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _LIKES = {torch.ops.aten.ones_like.default: 1.0, torch.ops.aten.zeros_like.default: 0.0}
 _FEW = 1 << 16  # numbers that are rather kept than made again
 
 
-def _free_of_likes(graph: fx.Graph) -> None:
-    """Numbers "like" a value need only its shape: a gradient begins with ones like the loss, which nobody reads."""
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.target not in _LIKES or not isinstance(value, Tensor):
-            continue
-        if value.is_contiguous() and value.is_floating_point() and value.numel() <= _FEW:
-            with graph.inserting_before(node):
-                kind = {"dtype": value.dtype, "device": value.device}
-                new = graph.call_function(torch.ops.aten.full.default, (list(value.shape), _LIKES[node.target]), kind)
-            new.meta["val"] = value
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph:
+    """The operations of a function; they are run on these arguments."""
+    recorder = _Recorder()
+    given = [a.view_as(a) for a in args]  # one tensor may be given twice, and is two arguments
+    for at, tensor in enumerate(given):
+        recorder.name(tensor, recorder.graph.placeholder(f"arg{at}_1"))
+    # Without writing in place, what a value is does not depend on when it is read: the order is then free.
+    with recorder:
+        results = torch.func.functionalize(function, remove="mutations")(*given)
+    recorder.graph.output([recorder.node(r) for r in results])
+    recorder.graph.eliminate_dead_code()
+    return recorder.graph
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down every operation that reaches the device, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constants = nn.Module()
+        self.graph = fx.Graph(self.constants)  # pyright: ignore[reportArgumentType]
+        self.nodes = WeakTensorKeyDictionary()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # telling the compiler to stay away would import it
+
+    def name(self, value: Tensor, node: fx.Node) -> None:
+        """From here on this value is that of a node."""
+        node.meta["val"] = Kind(tuple(value.shape), value.stride(), value.dtype)
+        self.nodes[value] = node
+
+    def node(self, value: Tensor) -> fx.Node:
+        """Whose value this is; what comes from elsewhere is a constant."""
+        if value not in self.nodes:
+            place = f"constant{len(self.constants._buffers)}"
+            self.constants.register_buffer(place, value)
+            self.name(value, self.graph.get_attr(place))
+        return self.nodes[value]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read: Any = tree_map_only(Tensor, self.node, (args, kwargs))
+        out = func(*args, **kwargs)
+        if not all(one is None or isinstance(one, Tensor) for one in tree_leaves(out)):
+            raise RuntimeError(f"a step that is recorded cannot look at the numbers of a tensor ({func})")
+        if func in _LIKES and _light(out):
+            # It needs only the shape: a gradient begins with ones like the loss, which nobody reads.
+            func, read = torch.ops.aten.full.default, ((list(out.shape), _LIKES[func]), _kind(out))
+        node = self.graph.create_node("call_function", func, *read, name=func._schema.name.split("::")[-1])
+        if isinstance(out, Tensor):
+            self.name(out, node)
+        else:
+            for at, one in enumerate(out):
+                if one is not None:
+                    self.name(one, self.graph.call_function(operator.getitem, (node, at)))
+        return out
+
+
+def _light(value: Tensor) -> bool:
+    return value.is_contiguous() and value.is_floating_point() and value.numel() <= _FEW
+
+
+def _kind(value: Tensor) -> dict[str, Any]:
+    return {"dtype": value.dtype, "device": value.device}
 
 
 class Kind(NamedTuple):

@@ -23,7 +23,7 @@ from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, derive
-from perfed.core.tree import send, tree_map
+from perfed.core.tree import integers, tree_map
 from perfed.core.tuning import prepared
 from perfed.engines.base import Asked, Engine, Evaluation, Scores, Task, Training, Uploads, uploads
 from perfed.engines.blocks import Block, BlockData, Runner, holding
@@ -87,7 +87,7 @@ class Vectorised(Engine):
         found = []
         for at, part in enumerate(parts):
             place = {row: k for k, (p, row) in enumerate(rows) if p == at}
-            back = self._send(torch.tensor([place[row] for row in range(len(part.ids))]))
+            back = self._send([place[row] for row in range(len(part.ids))])
             found.append(tree_map(lambda t, b=back: t.index_select(0, b), joined))
         return found
 
@@ -98,21 +98,21 @@ class Vectorised(Engine):
             one = lambda x, y: self.method.rate(Batch(x, y, None, batch.key), models)
             return tree_map(lambda t: t[0], prepared(lambda: vmap(one)(batch.x[None], batch.y[None])))
 
-    def _send(self, numbers: Tensor) -> Tensor:
-        return send(numbers, self.method.model.device)
+    def _send(self, numbers: Sequence[int]) -> Tensor:
+        return integers(numbers, self.method.model.device)
 
     def _block(self, parts: Sequence[Part], rows: list[tuple[int, int]], clients: Clients) -> dict[str, Any]:
         m, task = self.method, parts[0].task
         ids = [parts[at].ids[row] for at, row in rows]
         held = tuple(parts[at].offset + parts[at].ids[row] for at, row in rows)  # where their samples are
-        where, whose = self._send(torch.tensor(ids)), self._send(torch.tensor([at for at, _ in rows]))
+        where, whose = self._send(ids), self._send([at for at, _ in rows])
         first = [0, *accumulate(len(part.ids) for part in parts)]
-        row = self._send(torch.tensor([first[at] + row for at, row in rows]))  # of all parts' rows, one after another
+        row = self._send([first[at] + row for at, row in rows])  # of all parts' rows, one after another
         kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
         pick = lambda t: t if kept else t.index_select(0, row)
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
         done = [parts[at].finishes(row) for at, row in rows] if any(part.asked.done for part in parts) else None
-        block = Block(clients, held, self._send(torch.tensor(held)), self.runner, m.model.dtype, m.epochs, done)
+        block = Block(clients, held, self._send(held), self.runner, m.model.dtype, m.epochs, done)
         states, own = take([part.asked.states for part in parts]), take([part.asked.down.own for part in parts])
         keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
         varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
@@ -128,7 +128,7 @@ class Vectorised(Engine):
 
         sizes = {split: block.sizes(split) for split in SPLITS}
         dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(parts) == 1 else 0)
-        each = None if done is None else self._send(torch.tensor(done))
+        each = None if done is None else self._send(done)
         return vmap(one, in_dims=dims)(states, own, keys, sizes, varied, each, shared)
 
 
