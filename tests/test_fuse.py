@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
-from perfed.core.kernels import column_sum
+from perfed.core.kernels import column_sum, thin_product
 from perfed.engines import fuse
 from perfed.engines.fuse import Program, trace
 from perfed.engines.generate import WORDS, Cluster
@@ -518,6 +518,15 @@ def test_sizes_that_are_no_multiple_of_rows_are_refused():
     rows = Rows((5, record(half, normal(5, 3))), (2, record(half, normal(2, 3))))
     assert rows.alike
     assert rows(4) is None
+
+
+@pytest.mark.parametrize(("batch", "inputs", "taken"), [(3, 2048, True), (40, 2048, False), (3, 512, False)])
+def test_a_wide_layer_with_few_samples(batch, inputs, taken, monkeypatch):
+    monkeypatch.setattr(fuse, "_WIDE", 1 << 12)
+    single = functools.partial(normal, kind=torch.float32)
+    layer = lambda x, w: (torch.bmm(x, w.unflatten(1, (4, inputs)).mT).relu() + 1,)
+    program = check(layer, single(2, batch, inputs) / 50, single(2, 4 * inputs, seed=1))
+    assert taken == any(getattr(item, "target", None) is thin_product for item in program.items)
 
 
 # ---------------------------------------------------------------------------------------------------- recording

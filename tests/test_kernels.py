@@ -284,6 +284,18 @@ def test_column_sum(shape):
     assert torch.allclose(kernels.column_sum(double), double.sum(1), rtol=1e-14, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("clients", "batch", "inputs", "outputs", "apart"),
+    [(2, 10, 1100, 70, 0), (3, 1, 1024, 5, 8), (1, 32, 2050, 64, 3), (2, 17, 4096, 3, 0)],
+)
+def test_few_samples_and_wide_weights(clients, batch, inputs, outputs, apart):
+    x, rows = normal(clients, batch, inputs), normal(clients, inputs * outputs + apart, seed=1)
+    w = rows[:, : inputs * outputs].unflatten(1, (outputs, inputs)).mT
+    found = kernels.thin_product(x, w)
+    assert far(found, torch.bmm(x.double(), w.double())) < 1e-6
+    assert found.stride() == torch.bmm(x, w).stride()
+
+
 def test_weighted_sum_keeps_what_float32_would_lose():
     rows = torch.tensor([[1e8], [1.0], [-1e8]], device=DEVICE)
     assert kernels.weighted_sum(rows, torch.ones(3, 1, device=DEVICE)).item() == 1.0

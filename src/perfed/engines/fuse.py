@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from perfed.core.capture import queue
-from perfed.core.kernels import column_sum
+from perfed.core.kernels import column_sum, thin_product
 from perfed.engines.generate import WORDS, Cluster, constant, is_large, launch
 from perfed.engines.record import Kind, held, kind_of, record, shape_of
 
@@ -33,6 +33,7 @@ _WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _LARGE = 4096  # row sums of at least this many numbers are taken along
 _FEW = 512  # rows whose sums are better taken column by column
 _MOST = 1 << 16  # rows that a launch may have along its second axis
+_FEW_SAMPLES, _LONG, _WIDE = 32, 1024, 1 << 22  # batch, inputs and weights of a product that waits for its weights
 _DEPTH = 128  # terms of a product that is worked out where it is needed; a longer one is left to the library
 
 
@@ -88,6 +89,16 @@ def _column_sum(node: fx.Node) -> bool:
     return stride == (shape[1] * shape[2], shape[2], 1) and sizes
 
 
+def _thin(node: fx.Node) -> bool:
+    """Whether a node is the product of a few samples and wide weights, as a large layer's output is."""
+    if node.target is not aten.bmm.default:
+        return False
+    a, b = map(kind_of, node.args)
+    (C, B, K), N = a.shape, b.shape[2]
+    laid = a.stride == (B * K, K, 1) and b.stride[1:] == (1, K) and a.dtype == torch.float32
+    return laid and 0 < B <= _FEW_SAMPLES and K >= _LONG and C * N * K >= _WIDE and C < _MOST
+
+
 class Program:
     """Operations in order, some of them joined."""
 
@@ -99,6 +110,8 @@ class Program:
         todo = [n for n in graph.nodes if n.op == "call_function" and n not in self.fixed]
         for node in filter(_column_sum, todo):
             node.target, node.args = column_sum, (node.args[0], len(node.args) > 2 and node.args[2])
+        for node in filter(_thin, todo):
+            node.target = thin_product
         self.items = _schedule(todo, set(self.results))
         for item in self.items:
             if isinstance(item, Cluster):
