@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch.func import grad, vmap
 
-from perfed.core.data import Plan, step_key
-from perfed.core.random import GOLDEN, _mix, derive
+from perfed.core.data import Plan, order_key, step_key
+from perfed.core.random import GOLDEN, _mix, derive, shuffle
 from perfed.core.random import uniform as reference_uniform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
 from perfed.core import kernels, operators, tuning
 from perfed.core.convolution import AVG, MAX, Layer
-from perfed.engines.blocks import _table
+from perfed.engines.blocks import _order, _table, _tickets
 
 pytestmark = pytest.mark.usefixtures("within_arguments")
 CLIENTS, SAMPLES = 2, 2
@@ -253,17 +253,31 @@ def test_step_keys_are_those_of_the_plain_loop():
         ([9, 23, 4], [7, 7, 0], 10),  # by steps, not by epochs; one does nothing
         ([3, 0], [3, 0], 8),
         ([1100], [23], 100),
+        ([500, 7, 30], [12, 12, 12], 10),  # who comes to a second epoch has few
+        ([500, 7, 30], [90, 12, 12], 10),
+        ([500, 400], [12, 12], 10),  # nobody comes to the end of the first
     ],
 )
 def test_samples_of_every_step_are_those_of_the_plain_path(size, totals, batch):
-    key = derive(3, torch.arange(len(size)))
-    sizes, plan = torch.tensor(size), Plan(batch, 2, None)
-    expected = _table(key, size, sizes, totals, plan)
-    epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
-    given = [t.to(DEVICE) for t in (key, sizes, torch.tensor(totals))]
-    found = kernels.batch_table(*given, epochs, max(size), batch, *expected.shape[1:])
-    assert torch.equal(found.cpu(), expected)
+    key, sizes, plan = derive(3, torch.arange(len(size))), torch.tensor(size), Plan(batch, 2, None)
+    expected, order = _table(key, size, sizes, totals, plan), _order(key, size, sizes, totals, plan)
     assert (expected >= 0).any()
+    for row, n in enumerate(size):  # a plain loop over epochs
+        orders = [shuffle(order_key(key[row], e)[None], sizes[row : row + 1], n)[0] for e in range(len(order))]
+        mine = [part for one in orders for part in one.split(batch)][: totals[row]]
+        for step, part in enumerate(mine):
+            assert expected[row, step].tolist() == part.tolist() + [-1] * (expected.shape[2] - len(part))
+        assert (expected[row, totals[row] :] == -1).all()
+    order, some, total = (t.to(DEVICE) for t in (order, sizes, torch.tensor(totals)))
+    assert torch.equal(kernels.batches(order, some, total, batch, *expected.shape[1:]).cpu(), expected)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 1), (1, 4)])
+def test_tickets_are_those_of_the_plain_path(begin, end):
+    key, sizes = derive(3, torch.arange(3)).to(DEVICE), torch.tensor([40, 0, 1100], device=DEVICE)
+    assert torch.equal(
+        kernels.tickets(key, sizes, begin, end, 1100).cpu(), _tickets(key.cpu(), sizes.cpu(), begin, end, 1100)
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 3), (4, 1100), (3, 0), (3,)])

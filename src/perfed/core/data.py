@@ -191,9 +191,9 @@ class ClientData(Data):
             return
         keys = iter(step_key(key, torch.arange(total, device=key.device)).unbind())
         for epoch in range(-(-total // plan.batches(size))):
-            order = shuffle(order_key(key, epoch)[None], self.size[None], size)[0] + start
-            left = total - epoch * plan.batches(size)
-            for x, y in self._gathered(order[: left * plan.batch_size], plan.batch_size):
+            left = (total - epoch * plan.batches(size)) * plan.batch_size
+            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
+            for x, y in self._gathered(order, plan.batch_size):
                 yield Batch(x, y, None, next(keys))
 
     def _gathered(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -311,20 +311,26 @@ def mix(z: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["M"])
-def _tickets(key, sizes, out, M, N, BLOCK: tl.constexpr):
-    """What an epoch's order is sorted by, those of `random.shuffle(data.order_key(key, epoch))`; filling comes last."""
+@triton.jit(do_not_specialize=["M", "begin"])
+def _tickets(key, sizes, out, M, N, begin, BLOCK: tl.constexpr):
     r = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    epoch = r // M
+    epoch = r // M + begin
     seed = _derived(_derived(tl.load(key + r % M), epoch * 0), epoch)
     ticket = tl.where(at < tl.load(sizes + r % M), _derived(seed, at), 0x7FFFFFFFFFFFFFFF)
     tl.store(out + r * N + at, ticket, mask=at < N)
 
 
+def tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> Tensor:
+    """`random.tickets(data.order_key(key, epoch))` of these epochs, one after another: [epochs * rows, longest]."""
+    rows, width = len(key), min(1024, next_two(longest))
+    out = torch.empty((end - begin) * rows, longest, dtype=torch.int64, device=key.device)
+    _tickets[(triton.cdiv(longest, width), len(out))](key.contiguous(), sizes, out, rows, longest, begin, width)
+    return out
+
+
 @triton.jit(do_not_specialize=["M", "STEPS", "EPOCHS", "BATCH"])
 def _batches(order, sizes, totals, out, M, N, STEPS, EPOCHS, BATCH, SLOTS, BLOCK: tl.constexpr):
-    """The samples of one client's steps, a number for each place in a batch; -1 where there is none."""
     row = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     step = at // SLOTS
@@ -333,21 +339,15 @@ def _batches(order, sizes, totals, out, M, N, STEPS, EPOCHS, BATCH, SLOTS, BLOCK
     place = step % each * BATCH + at % SLOTS
     inside = (step < tl.load(totals + row)) & (place < size) & (at < STEPS * SLOTS)
     epoch = tl.minimum(step // each, EPOCHS - 1)
-    found = tl.load(order + (epoch * M + row) * N + place, mask=inside, other=-1)
-    tl.store(out + row * STEPS * SLOTS + at, found, mask=at < STEPS * SLOTS)
+    n = tl.load(order + (epoch * M + row) * N + place, mask=inside, other=-1)
+    tl.store(out + row * STEPS * SLOTS + at, n, mask=at < STEPS * SLOTS)
 
 
-def batch_table(
-    key: Tensor, sizes: Tensor, totals: Tensor, epochs: int, longest: int, batch: int, steps: int, slots: int
-) -> Tensor:
-    """Sample numbers of every step [rows, steps, slots], -1 where a batch is not full or a client has finished."""
-    rows, width = len(key), min(1024, next_two(longest))
-    ticket = torch.empty(epochs * rows, longest, dtype=torch.int64, device=key.device)
-    _tickets[(triton.cdiv(longest, width), epochs * rows)](key.contiguous(), sizes, ticket, rows, longest, width)
-    order = ticket.argsort(dim=1, stable=True)
-    out = torch.empty(rows, steps, slots, dtype=torch.int64, device=key.device)
-    width = min(1024, next_two(steps * slots))
+def batches(order: Tensor, sizes: Tensor, totals: Tensor, batch: int, steps: int, slots: int) -> Tensor:
+    """Samples of every step [rows, steps, slots] from the order of every epoch [epochs, rows, samples]; -1: none."""
+    (epochs, rows, first), width = order.shape, min(1024, next_two(steps * slots))
+    out = torch.empty(rows, steps, slots, dtype=torch.int64, device=order.device)
     _batches[(triton.cdiv(steps * slots, width), rows)](
-        order, sizes, totals, out, rows, longest, steps, epochs, batch, slots, width
+        order.contiguous(), sizes, totals, out, rows, first, steps, epochs, batch, slots, width
     )
     return out

@@ -85,10 +85,21 @@ def choose(key: Tensor, count: int, among: int) -> list[int]:
     return sorted(ticket.topk(count, largest=False).indices.tolist())
 
 
-def shuffle(key: Tensor, size: Tensor, longest: int) -> Tensor:
-    """Permutations of range(size), one row per key; -1 beyond a row's size. [rows, longest]."""
+def tickets(key: Tensor, size: Tensor, longest: int) -> Tensor:
+    """Numbers to sort range(size) by, one row per key, all different; what is beyond a row's size comes last."""
     place = torch.arange(longest, device=key.device)
-    inside = place < size[:, None]
-    ticket = _mix(key[:, None] + GOLDEN * (place + 1))
-    order = torch.where(inside, ticket, torch.iinfo(torch.int64).max).argsort(dim=1, stable=True)
-    return torch.where(inside, order, -1)
+    return _mix(key[:, None] + GOLDEN * (place + 1)).where(place < size[:, None], torch.iinfo(torch.int64).max)
+
+
+def smallest(ticket: Tensor, first: int) -> Tensor:
+    """Where the first so many numbers of each row are, in ascending order; a few need no sorting of the rest."""
+    if 2 * first < ticket.shape[1]:
+        return ticket.topk(first, dim=1, largest=False).indices
+    return ticket.argsort(dim=1, stable=True)[:, :first]
+
+
+def shuffle(key: Tensor, size: Tensor, longest: int, first: int | None = None) -> Tensor:
+    """Permutations of range(size), one row per key; -1 beyond a row's size. [rows, longest], or the first so many."""
+    first = longest if first is None else min(first, longest)
+    place = torch.arange(first, device=key.device)
+    return smallest(tickets(key, size, longest), first).where(place < size[:, None], -1)

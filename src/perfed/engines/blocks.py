@@ -23,7 +23,7 @@ from perfed.core.data import form as shapes
 from perfed.core.fast import kernels_run
 from perfed.core.method import Method
 from perfed.core.model import Batch
-from perfed.core.random import shuffle
+from perfed.core.random import smallest, tickets
 from perfed.core.tree import flatten, integers, leaves, unflatten
 
 if TYPE_CHECKING:
@@ -257,27 +257,49 @@ def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
 
     All epochs at once, and only on the device: the host knows how large things are and waits for nothing.
     """
-    steps, longest = (totals[0] if totals else 0), max(size, default=0)
-    slots = min(plan.batch_size, longest)
+    steps, slots = (totals[0] if totals else 0), min(plan.batch_size, max(size, default=0))
     if not steps:
         return torch.full((len(size), 0, slots), -1, device=key.device)
-    epochs = max(-(-t // plan.batches(n)) for t, n in zip(totals, size, strict=True) if t)
-    total = integers(totals, key.device)
+    order, total = _order(key, size, sizes, totals, plan), integers(totals, key.device)
     if key.is_cuda and kernels_run(key):
         from perfed.core import kernels
 
-        return kernels.batch_table(key, sizes, total, epochs, longest, plan.batch_size, steps, slots)
-    epoch = torch.arange(epochs, device=key.device)
-    seeds = order_key(key, epoch[:, None])  # [epochs, rows]
-    order = shuffle(seeds.flatten(), sizes.repeat(epochs), longest).view(epochs, len(size), longest)
+        return kernels.batches(order, sizes, total, plan.batch_size, steps, slots)
     step = torch.arange(steps, device=key.device)
     each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
-    which = (step // each).clamp_max(epochs - 1)  # [rows, steps]
+    which = (step // each).clamp_max(len(order) - 1)  # [rows, steps]
     place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
     inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
     row = torch.arange(len(size), device=key.device)[:, None, None]
-    found = order[which[:, :, None], row, place.clamp_max(longest - 1)]
+    found = order[which[:, :, None], row, place.clamp_max(order.shape[2] - 1)]
     return torch.where(inside, found, -1)
+
+
+def _order(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan) -> Tensor:
+    """The samples of every row in every epoch's order, as many as somebody needs: [epochs, rows, samples]."""
+    work = list(zip(size, totals, strict=True))
+    epochs = max(-(-t // plan.batches(n)) for n, t in work if t)
+    first = max(min(n, t * plan.batch_size) for n, t in work)
+    # Who has many samples may not come to a second epoch, and who does may have few.
+    again = max((n for n, t in work if t > plan.batches(n)), default=0)
+    parts = [(0, epochs, max(size))] if 2 * again > max(size) else [(0, 1, max(size)), (1, epochs, again)]
+    found = [smallest(_tickets(key, sizes, *part), min(first, part[2])) for part in parts if part[0] < part[1]]
+    if len(found) == 1:
+        return found[0].view(epochs, len(size), -1)
+    order = torch.empty(epochs, len(size), first, dtype=torch.int64, device=key.device)
+    for (begin, end, _), some in zip(parts, found, strict=True):
+        order[begin:end, :, : some.shape[1]] = some.view(end - begin, len(size), -1)
+    return order
+
+
+def _tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> Tensor:
+    """What samples are sorted by, of these epochs one after another: [epochs * rows, longest]."""
+    if key.is_cuda and kernels_run(key):
+        from perfed.core import kernels
+
+        return kernels.tickets(key, sizes, begin, end, longest)
+    seeds = order_key(key, torch.arange(begin, end, device=key.device)[:, None])  # [epochs, rows]
+    return tickets(seeds.flatten(), sizes.repeat(end - begin), longest)
 
 
 class _Mean(_Loop):
