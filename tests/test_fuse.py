@@ -561,3 +561,28 @@ def test_a_tensor_given_twice_is_two_arguments():
 def test_what_looks_at_numbers_is_refused():
     with pytest.raises(RuntimeError, match="a step that is recorded cannot look at the numbers of a tensor"):
         record(lambda x: (x * x.sum().item(),), normal(2, 3))
+
+
+def test_numbers_of_a_constant_are_known():
+    check(lambda a: (a[:, : int(torch.tensor(3))] + a[:, torch.tensor(1), None],), normal(2, 5))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_operations_that_write_in_place_below_vmap():
+    """Those without a rule for vmap run as they are, and some write over what they have made."""
+    larger = vmap(lambda theta, g: (theta - 0.1 * g * (g.abs() > g.abs().quantile(0.5)),))
+    check(larger, normal(3, 8), normal(3, 8, seed=1))
+    check_into(larger, normal(3, 8), normal(3, 8, seed=1))
+
+
+def test_a_step_that_writes_over_its_arguments_is_refused():
+    with pytest.raises(RuntimeError, match="a step that is recorded cannot write over a tensor"):
+        record(lambda x: (x.mul_(2),), normal(2, 3))
+
+
+def test_pieces_that_do_not_say_that_they_are_views():
+    check_into(lambda a, b: (torch.cat(torch.unsafe_chunk(a, 2, 1)[::-1], 1) + b, b + 1), normal(3, 8), normal(3, 8))
+
+
+def test_an_operation_without_a_result():
+    check(lambda a: (torch._assert_async((a.abs() < 100).all()) or a * 2,), normal(2, 3))

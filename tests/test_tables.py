@@ -90,6 +90,7 @@ def test_a_wrong_file_is_refused(tmp_path):
         ('rule = "val"', 'rule = "best"', "must be one of max, val"),
         ('own = "pfedmb"', 'own = "pfedbm"', "not one of its rows"),
         ("watch = true", "watched = true", "no setting 'watched'"),
+        ("[rows.local]", "[rows.local]\nwatch = true", "row 'local': watch is for pfedmb"),
         ("watch = true", "times = 0", "times must be a whole number of at least 1, not 0"),
     ):
         assert old in text

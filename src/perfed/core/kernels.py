@@ -313,8 +313,8 @@ def mix(z: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M", "begin"])
 def _tickets(key, sizes, out, M, N, begin, BLOCK: tl.constexpr):
-    r = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.program_id(0).to(tl.int64)  # there may be many: the other axes end at 65,535
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     epoch = r // M + begin
     seed = _derived(_derived(tl.load(key + r % M), epoch * 0), epoch)
     ticket = tl.where(at < tl.load(sizes + r % M), _derived(seed, at), 0x7FFFFFFFFFFFFFFF)
@@ -325,14 +325,14 @@ def tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> T
     """`random.tickets(data.order_key(key, epoch))` of these epochs, one after another: [epochs * rows, longest]."""
     rows, width = len(key), min(1024, next_two(longest))
     out = torch.empty((end - begin) * rows, longest, dtype=torch.int64, device=key.device)
-    _tickets[(triton.cdiv(longest, width), len(out))](key.contiguous(), sizes, out, rows, longest, begin, width)
+    _tickets[(len(out), triton.cdiv(longest, width))](key.contiguous(), sizes, out, rows, longest, begin, width)
     return out
 
 
 @triton.jit(do_not_specialize=["M", "STEPS", "EPOCHS", "BATCH"])
 def _batches(order, sizes, totals, out, M, N, STEPS, EPOCHS, BATCH, SLOTS, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     step = at // SLOTS
     size = tl.load(sizes + row)
     each = tl.maximum((size + BATCH - 1) // BATCH, 1)
@@ -347,7 +347,7 @@ def batches(order: Tensor, sizes: Tensor, totals: Tensor, batch: int, steps: int
     """Samples of every step [rows, steps, slots] from the order of every epoch [epochs, rows, samples]; -1: none."""
     (epochs, rows, first), width = order.shape, min(1024, next_two(steps * slots))
     out = torch.empty(rows, steps, slots, dtype=torch.int64, device=order.device)
-    _batches[(triton.cdiv(steps * slots, width), rows)](
+    _batches[(rows, triton.cdiv(steps * slots, width))](
         order.contiguous(), sizes, totals, out, rows, first, steps, epochs, batch, slots, width
     )
     return out

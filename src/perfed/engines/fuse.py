@@ -292,8 +292,14 @@ def _random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+# Those that do not say so.
+_VIEWS = {
+    operator.getitem, aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
+}  # fmt: skip
+
+
 def _is_view(node: fx.Node) -> bool:
-    if node.target in (operator.getitem, aten._unsafe_view.default):  # the latter is one, and does not say so
+    if node.target in _VIEWS:
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(r.alias_info is not None for r in schema.returns)

@@ -59,25 +59,48 @@ class _Recorder(TorchDispatchMode):
             place = f"constant{len(self.constants._buffers)}"
             self.constants.register_buffer(place, value)
             self.name(value, self.graph.get_attr(place))
+            self.nodes[value].meta["constant"] = True
         return self.nodes[value]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read: Any = tree_map_only(Tensor, self.node, (args, kwargs))
+        sources = [n for n in tree_leaves(read) if isinstance(n, fx.Node)]
         out = func(*args, **kwargs)
+        if func._schema.is_mutable:  # what it wrote over has from here on the value of the same without writing
+            func, out = self._without_writing(func, args, sources), args[0]
+        constant = all(n.meta.get("constant") for n in sources)
         if not all(one is None or isinstance(one, Tensor) for one in tree_leaves(out)):
-            raise RuntimeError(f"a step that is recorded cannot look at the numbers of a tensor ({func})")
+            if constant:  # known for good
+                return out
+            raise RuntimeError(
+                f"a step that is recorded cannot look at the numbers of a tensor ({func}): use --no-fast"
+            )
         if func in _LIKES and _light(out):
             # It needs only the shape: a gradient begins with ones like the loss, which nobody reads.
-            func, read = torch.ops.aten.full.default, ((list(out.shape), _LIKES[func]), _kind(out))
+            func, read, constant = torch.ops.aten.full.default, ((list(out.shape), _LIKES[func]), _kind(out)), False
         node = self.graph.create_node("call_function", func, *read, name=func._schema.name.split("::")[-1])
         if isinstance(out, Tensor):
             self.name(out, node)
+            node.meta["constant"] = constant and bool(sources)
         else:
-            for at, one in enumerate(out):
+            for at, one in enumerate(out or ()):
                 if one is not None:
                     self.name(one, self.graph.call_function(operator.getitem, (node, at)))
         return out
+
+    def _without_writing(self, func: Any, args: Any, sources: list[fx.Node]) -> Any:
+        """The same operation with a result of its own; `functionalize` does not see what runs below vmap's own rules.
+
+        Refused where somebody else looks at the same memory, who would have to see the new numbers.
+        """
+        target, name = args[0] if args else None, func._schema.name.split("::")[-1]
+        other = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
+        if isinstance(target, Tensor) and name.endswith("_") and other is not None and sources[0].op != "placeholder":
+            memory = target.untyped_storage().data_ptr()
+            if sum(t.untyped_storage().data_ptr() == memory for t in self.nodes) == 1:
+                return other
+        raise RuntimeError(f"a step that is recorded cannot write over a tensor ({func}): use --no-fast")
 
 
 def _light(value: Tensor) -> bool:

@@ -187,9 +187,12 @@ def _row(path: Path, name: str, table: dict[str, Any], columns: list[str]) -> Ro
     times = table.get("times", 1)
     if type(times) is not int or times < 1:
         raise Problem(f"{path.name}: row '{name}': times must be a whole number of at least 1, not {times!r}")
+    method = table.get("method", name)
+    if table.get("watch") and method != "pfedmb":
+        raise Problem(f"{path.name}: row '{name}': watch is for pfedmb, whose clients mix branches, not for {method}")
     kept = {key: table[key] for key in ("times", "model", "cell", "plain", "note", "watch") if key in table}
     tables = {key: table.get(key, {}) for key in ("settings", "run", "at", "grid")}
-    return Row(name, table.get("title", name), table.get("method", name), **tables, **kept, paper=paper)
+    return Row(name, table.get("title", name), method, **tables, **kept, paper=paper)
 
 
 def _derived(path: Path, raw: dict[str, Any]) -> Protocol:
