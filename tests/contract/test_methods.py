@@ -25,6 +25,7 @@ def cases():
             for engine in contract.ENGINES:
                 # Whole cohorts with the network that has more to it, all else with the plain one.
                 rest = (network == "norm") != (engine == "vectorised") and len(suitable) > 1
+                rest |= engine == "vectorised in blocks" and entry.name not in SEEDED  # the engine's doing, not theirs
                 marks = [pytest.mark.slow] if rest else []
                 yield pytest.param(entry, network, engine, marks=marks, id=f"{engine}-{network}-{entry.name}")
 
