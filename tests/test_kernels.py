@@ -122,7 +122,7 @@ def test_what_is_not_a_number_stays_so(layer):
     assert torch.equal(found.isnan(), expected.isnan())
 
 
-@pytest.mark.parametrize("pool", [MAX, AVG])
+@pytest.mark.parametrize("pool", [MAX, pytest.param(AVG, marks=pytest.mark.slow)])
 def test_what_is_not_a_number_has_a_gradient(pool):
     """As PyTorch's: ReLU stops what is at most 0, and this is not."""
     layer = Layer(3, relu=True, pool=pool)

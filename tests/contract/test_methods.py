@@ -10,7 +10,7 @@ from perfed.engines.vectorised import Vectorised
 
 METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
-LONG = ("fedalign", "fedbn")  # their networks need normalisation, or two passes
+LONG = ("fedalign", "fedbn", "moon", "perfedavg", "pfedme")  # normalisation, several passes, or steps within steps
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 each_short_method = pytest.mark.parametrize(
     "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
