@@ -575,9 +575,12 @@ def test_operations_that_write_in_place_below_vmap():
     check_into(larger, normal(3, 8), normal(3, 8, seed=1))
 
 
-def test_a_step_that_writes_over_its_arguments_is_refused():
+@pytest.mark.parametrize("what", ["an argument", "what it did not make"])
+def test_a_step_that_writes_over_what_is_not_its_own_is_refused(what):
+    kept = normal(2, 3)
+    step = (lambda x: (x.mul_(2),)) if what == "an argument" else (lambda x: (kept.mul_(2) + x,))
     with pytest.raises(RuntimeError, match="a step that is recorded cannot write over a tensor"):
-        record(lambda x: (x.mul_(2),), normal(2, 3))
+        record(step, normal(2, 3))
 
 
 def test_pieces_that_do_not_say_that_they_are_views():
