@@ -120,6 +120,21 @@ def test_settings_that_no_result_depends_on_are_not_a_reduction():
     assert "checkpoint_every" not in protocol.reduced(whole, [], True).label
 
 
+def test_what_was_chosen_for_a_column_does_not_count_where_other_settings_are_asked_for() -> None:
+    pairs, column = protocol.find("pfedmb-1"), "pairs"
+    assert "lr" in pairs.rows["pfedmb"].at[column]
+
+    def rate(made: protocol.Protocol) -> float:
+        config = made.config(column, "pfedmb", 0)
+        return (config.train | config.method["pfedmb"])["lr"]
+
+    assert rate(protocol.reduced(pairs, [], True)) == pairs.quick["train"]["lr"] != rate(pairs)
+    assert rate(protocol.reduced(pairs, ["train.lr=0.7"], False)) == 0.7
+    assert rate(protocol.reduced(pairs, ["run.rounds=7"], False)) == rate(pairs)
+    deep = protocol.reduced(protocol.find("pfedmt-1"), [], True).config("synthetic-dnn-600", "pfedmt-pm", 0)
+    assert deep.method["pfedmt"]["gamma"] == 1.0  # the paper's own setting for this column, not one from a grid
+
+
 def test_rows_that_read_other_rows_bring_them_along():
     made = protocol.chosen(protocol.find("pfedmt-1"), ["mnist-mlr-600"], ["pfedme-gm"], 2)
     assert list(made.rows) == ["pfedme-pm", "pfedme-gm"]

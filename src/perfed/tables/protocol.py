@@ -241,7 +241,8 @@ def chosen(protocol: Protocol, columns: list[str], rows: list[str], seeds: int |
 def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
     """The same table with other settings in every column (`section.key=value`), or as its file says under `quick`.
 
-    It is called reduced where a setting differs that results depend on.
+    It is called reduced where a setting differs that results depend on. What was chosen for a column from a row's grid
+    is no choice for smaller data: there, and where `sets` say otherwise, it does not count.
     """
     change: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -271,5 +272,10 @@ def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
         about = f"{parts['data'].get('name', 'digits')}, {parts['data'].get('clients', 20)} clients"
         title = f"REDUCED to {about}: {one.title}" if said else one.title
         columns[name] = dataclasses.replace(one, parts=parts, title=title)
+    rows = {}
+    for name, row in protocol.rows.items():
+        gone = {*change.get("train", {}), *(row.grid if quick else ())}
+        at = {c: {key: value for key, value in best.items() if key not in gone} for c, best in row.at.items()}
+        rows[name] = dataclasses.replace(row, at=at)
     rest = {"run": change.get("run", {}), "settings": settings}
-    return dataclasses.replace(protocol, columns=columns, changed=tuple(said), change=rest)
+    return dataclasses.replace(protocol, columns=columns, rows=rows, changed=tuple(said), change=rest)
