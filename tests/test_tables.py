@@ -646,7 +646,7 @@ def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
 
 
 def test_the_figure_of_mixtures_is_about_all_seeds(tmp_path):
-    """Seeds that are not done, or that nobody watched, do not count; cells of older versions do."""
+    """Seeds that are not done, or that nobody watched, do not count."""
     from perfed.report.table_figures import alpha
 
     def cell(seed, name, text, done=True):
@@ -663,7 +663,7 @@ def test_the_figure_of_mixtures_is_about_all_seeds(tmp_path):
     lines = [{"alpha": [one] * 4, "round": 3}, {"alpha": [one, one, one, other], "round": 4}]
     cell(0, "nothing", "")
     cell(1, "alphas.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    cell(2, "alphas.json", json.dumps({"alpha": [[other] * 4, [one] * 4]}))
+    cell(2, "alphas.jsonl", json.dumps({"alpha": [one] * 4, "round": 3}) + "\n")
     cell(3, "alphas.jsonl", "", done=False)
     figure = alpha(made, tmp_path, "only")
     assert figure.get_suptitle() == "only\nweights of the branches, seed 1; one panel per client"

@@ -20,7 +20,7 @@ from perfed.core.mixture import convex
 from perfed.observe import Round
 from perfed.observe.metrics import read
 
-ALPHAS, OLD_ALPHAS = "alphas.jsonl", "alphas.json"  # the second: of cells that older versions ran
+ALPHAS = "alphas.jsonl"
 
 
 class Mixtures:
@@ -51,10 +51,7 @@ def _until(path: Path, now: int) -> Iterator[bytes]:
 
 def mixtures(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """(rounds, weights [rounds, clients, branches]) of a run folder; None where nobody looked on."""
-    if (folder / ALPHAS).exists():
-        lines = read(folder / ALPHAS)
-        return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])
-    if (folder / OLD_ALPHAS).exists():
-        weights = np.array(files.read_json(folder / OLD_ALPHAS)["alpha"])
-        return np.arange(1, len(weights) + 1), weights
-    return None
+    if not (folder / ALPHAS).exists():
+        return None
+    lines = read(folder / ALPHAS)
+    return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])
