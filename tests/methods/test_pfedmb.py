@@ -26,8 +26,10 @@ from torch.func import functional_call
 from perfed.contract import disagreeing_clients
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
+from perfed.core.method import FINE_TUNING
 from perfed.core.mixture import Mixture, convex, convex_step, project
 from perfed.core.model import Batch, Model
+from perfed.core.random import PERSONALISE
 from perfed.engines.sequential import Sequential
 from perfed.federation import Federation
 from perfed.methods.fedavg import FedAvg
@@ -89,29 +91,34 @@ class Branched:
             low, high = torch.where(over, mid, low), torch.where(over, high, mid)
         return (v - (low + high) / 2).clamp_min(0)
 
-    def client(self, i, round):
+    def client(self, i, round, stream=0, **when):
         world = self.world
         scratch = copy.deepcopy(self.net).train()
         state = self.states[i].clone().requires_grad_()
-        for x, y in world.batches(i, round, stream=1):
+        for x, y in world.batches(i, round, stream=stream + 1, **when):
             (g,) = torch.autograd.grad(self.loss(scratch, self.W, self.alpha(state), x, y), state)
             moved = (state - self.eta * g).detach()
             state = (self.nearest(moved) if self.simplex == "projection" else moved).requires_grad_()
         state = state.detach()
-        self.states[i] = state
         net = copy.deepcopy(self.net).train()
         W = [{n: p.clone().requires_grad_() for n, p in branch.items()} for branch in self.W]
         rest = [p for n, p in net.named_parameters() if n not in self.layer_of]
         settings = {k: world.settings[k] for k in ("lr", "momentum", "nesterov", "weight_decay")}
         optimiser = torch.optim.SGD([p for branch in W for p in branch.values()] + rest, **settings)
-        for x, y in world.batches(i, round):
+        for x, y in world.batches(i, round, stream=stream, **when):
             optimiser.zero_grad()
             self.loss(net, W, self.alpha(state), x, y).backward()
             optimiser.step()
-        return W, net, self.alpha(state)
+        return W, net, self.alpha(state), state
+
+    def tuned(self, i, round, epochs):
+        """Another visit to the client, of which nothing is kept but the network."""
+        W, net, alpha, _ = self.client(i, round, stream=FINE_TUNING, epochs=epochs, purpose=(PERSONALISE,))
+        return self.vector(self.mixed(W, alpha) | {n: t for n, t in net.state_dict().items() if n not in self.layer_of})
 
     def round(self, cohort, number):
         sent = {i: self.client(i, number) for i in cohort}
+        self.states = [sent[i][3] if i in sent else state for i, state in enumerate(self.states)]
         new = copy.deepcopy(self.W)
         for b in range(self.B):
             for n, layer in self.layer_of.items():
@@ -364,13 +371,27 @@ def test_refuses_a_model_of_normalisation_alone(clients):
         World(lambda: nn.Sequential(nn.BatchNorm1d(6)), clients).federation(PFedMB)
 
 
-def test_fine_tuning_tunes_the_merged_network(clients):
-    world = World(plain_net, clients)
-    fed = world.run(PFedMB, fine_tune=1)
-    found = {}
-    fed.evaluate(save=found.__setitem__)
-    same(found[0]["before"], personal(world.run(PFedMB))[0])
-    assert differs(found[0]["personal"], found[0]["before"])
+@pytest.mark.parametrize("simplex", ["softmax", "projection"])
+def test_fine_tuning_is_one_more_visit(simplex, clients):
+    """Explicit branches again, alpha, then W; a client that never took part, too. Nothing of it stays."""
+    world = World(norm_net, clients, momentum=0.9, epochs=1)
+    settings = {"simplex": simplex, "alpha_lr": 0.3}
+    fed, expected = world.run(PFedMB, fine_tune=2, **settings), Branched(world, 3, simplex)
+    for number, cohort in enumerate(ROUNDS, 1):
+        expected.round(cohort, number)
+    plain, found = personal(world.run(PFedMB, **settings)), {}
+    for _ in range(2):
+        fed.evaluate(save=found.__setitem__)
+        for i in (0, 3, NEVER):
+            same(found[i]["before"], plain[i])
+            close(found[i]["personal"], expected.tuned(i, len(ROUNDS), 2))
+
+
+def test_one_branch_is_fine_tuned_like_fedavg(clients):
+    world = World(norm_net, clients, momentum=0.9)
+    ours, fedavg = (world.run(kind, fine_tune=2, **more) for kind, more in ((PFedMB, {"branches": 1}), (FedAvg, {})))
+    for one, other in zip(personal(ours), personal(fedavg), strict=True):
+        close(one, other)
 
 
 def test_clients_that_sit_out_keep_alpha_and_get_the_latest_branches(clients):

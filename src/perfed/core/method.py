@@ -217,6 +217,9 @@ class Method(ABC):
         found = dict(found) if isinstance(found, dict) else {"personal": found}
         if self.fine_tune:
             found["before"] = found["personal"]
-            tuned = self.descend(found["personal"], data, epochs=self.fine_tune, stream=FINE_TUNING)
-            found["personal"] = tuned
+            found["personal"] = self.tuned(found["before"], client, down, data)
         return found
+
+    def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
+        """A client's model after `fine_tune` more epochs; by default of plain local training."""
+        return self.descend(theta, data, epochs=self.fine_tune, stream=FINE_TUNING)

@@ -9,7 +9,8 @@ theta(0) - s D, s = sum_b alpha_b^2; c follows weight decay alone. SGD on theta 
 branches; Adam is not. Eq. 5 sums over participants; a branch that nobody uses stays. Eq. 3 leaves the simplex open:
 `softmax` (at first a step B^2 times smaller) and `projection` keep it. Biases are branched with their layer;
 normalisation has one copy, averaged with n_i; the alpha phase has no momentum or decay and moves no statistics.
-`fine_tune` tunes the merged network with its plain gradient, which is a step 1/s times larger than the branches'.
+What is fine-tuned the paper does not say: with `fine_tune` it is one more visit to the client, alpha, then W. Tuning
+the merged network would be steps 1/s times as large as in training, B times where the mixture is uniform.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import torch
 from perfed.core.errors import Problem
 from perfed.core.fields import hyper
 from perfed.core.messages import Up
-from perfed.core.method import Method
+from perfed.core.method import FINE_TUNING, Method
 from perfed.core.mixture import Mixture, convex, convex_step
 from perfed.core.optim import sgd
 from perfed.core.tree import rows
@@ -65,12 +66,17 @@ class PFedMB(Method):
         theta, v = self.update(fresh, v, s * g)
         return theta, v, *sgd(c, p, self.weight_decay * c, self.lr, self.momentum, self.nesterov)
 
+    def train(self, a, W, data, epochs=None, stream=0):
+        a = data.fold(self.alpha_step, a, W, epochs=epochs, stream=stream + 1)
+        alpha = convex(a, self.simplex)
+        start, s, one = self.layers.blend(alpha, W), self.layers.spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
+        carry = start, self.start(start), one, 0 * one
+        theta, _, c, _ = data.fold(self.W_step, carry, s, epochs=epochs, stream=stream)
+        return a, start, s, theta, c
+
     def local(self, a, down, data):
-        a = data.fold(self.alpha_step, a, down.shared, stream=1)
-        alpha, spread = convex(a, self.simplex), self.layers.spread
-        start, s, one = self.layers.blend(alpha, down.shared), spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
-        theta, _, c, _ = data.fold(self.W_step, (start, self.start(start), one, 0 * one), s)
-        sent = {"D": (spread(c) * start - theta) / s.clamp_min(1e-12), "a": a, "c": c[0]}
+        a, start, s, theta, c = self.train(a, down.shared, data)
+        sent = {"D": (self.layers.spread(c) * start - theta) / s.clamp_min(1e-12), "a": a, "c": c[0]}
         if self.inside_sums:
             return a, Up(mean=self.terms(sent))
         return a, Up(own={**sent, "n": data.size.to(theta.dtype)})
@@ -92,3 +98,6 @@ class PFedMB(Method):
 
     def personalise(self, a, down, data):
         return self.layers.blend(convex(a, self.simplex), down.shared)
+
+    def tuned(self, theta, a, down, data):
+        return self.train(a, down.shared, data, self.fine_tune, FINE_TUNING)[3]
