@@ -41,31 +41,42 @@ def test_a_step_follows_the_formula(finished):
     assert (found - expected).abs().max() < 1e-12
     assert (found - start).abs().max() > 1e-4
 
-    val, test = script.walk(experiment, model, start, 1, lr, mu)
+    val, test = script.walk(experiment, model, start, 1, lr, mu, (i,))
     mine = slice(clients.test.start[i], clients.test.start[i] + clients.test.size[i])
     right = model.apply(expected, clients.ready(clients.test.x[mine], theta.dtype))[0].argmax(1) == clients.test.y[mine]
     assert test[1, i] == pytest.approx(right.double().mean().item())
     assert val.shape == test.shape == (2, 4)
+    assert np.isnan(test[:, [0, 1, 3]]).all()
 
 
-def test_settings_are_chosen_on_validation_samples():
-    one = lambda name, lr, val, test: {"objective": name, "lr": lr, "val": np.array([[0.0], [val]]), "test": test}
-    tried = [one("implicit", 1, 0.2, 0.9), one("implicit", 2, 0.3, 0.1), one("explicit", 3, 0.1, 0.5)]
-    assert {name: best["lr"] for name, best in script.chosen(tried).items()} == {"implicit": 2, "explicit": 3}
+def test_settings_are_chosen_on_validation_samples_of_some_clients(finished, monkeypatch):
+    """Test accuracy would choose the other rate; what was chosen is then walked by everybody."""
+
+    def walk(_experiment, _model, _start, steps, lr, mu, who):
+        found = np.full((2, steps + 1, 4), np.nan)
+        found[0, :, list(who)], found[1, :, list(who)] = lr + mu, -lr
+        return found
+
+    monkeypatch.setattr(script, "walk", walk)
+    tried = list(script.study(*script.opened(finished, "cpu"), 2, [0.1, 0.2], [0.5, 0.3], on=2))
+    picked = [(one["objective"], one["lr"], one["mu"], one["on"]) for one in tried if one["chosen"]]
+    assert picked == [("implicit", 0.2, 0.0, 4), ("explicit", 0.2, 0.5, 4)]
+    assert [one["on"] for one in tried] == [4, 4, 2, 2, 2, 2, 4]
+    assert np.isnan(tried[2]["val"][0]).tolist() == [False, True, False, True]
 
 
 def test_from_a_finished_run_to_a_figure(finished, tmp_path, capsys):
-    words = [str(finished), "--steps", "2", "--lr", "0.1,0.01", "--mu", "0.5", "--out", str(tmp_path / "new")]
-    script.main(words)
+    words = [str(finished), "--steps", "2", "--lr", "0.1,0.01", "--mu", "0.5", "--on", "3"]
+    script.main([*words, "--out", str(tmp_path / "new")])
     assert capsys.readouterr().out.count("written") == 3
     about = json.loads((tmp_path / "new/pgfed-fig2.json").read_text())
-    assert about["command"] == "python bench/pgfed_fig2.py RUN --steps 2 --lr 0.1,0.01 --mu 0.5"
+    assert about["command"] == "python bench/pgfed_fig2.py RUN --steps 2 --lr 0.1,0.01 --mu 0.5 --on 3"
     assert [one["paper"] for one in about["objectives"]] == [5.4, 7.73]
     lines = (tmp_path / "new/pgfed-fig2.csv").read_text().splitlines()
-    assert len(lines) == 1 + 4 * 3  # two rates for each objective, three points each
+    assert len(lines) == 1 + 5 * 3  # two rates for each objective and the better one for all clients, three points each
     for one in about["objectives"]:
         assert np.mean([gain for gain in one["clients"] if gain is not None]) == pytest.approx(one["gain"], abs=1e-3)
-        (last,) = [l for l in lines if l.startswith(f"{one['objective']},{one['lr']},{one['mu']},True,2,")]
+        (last,) = [l for l in lines if l.startswith(f"{one['objective']},{one['lr']},{one['mu']},4,True,2,")]
         assert float(last.rpartition(",")[2]) == one["gain"]
     assert all((tmp_path / f"new/pgfed-fig2.{kind}").stat().st_size > 5000 for kind in ("png", "svg"))
 
