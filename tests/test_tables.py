@@ -542,6 +542,7 @@ def test_a_cell_says_where_it_was_run(tmp_path, monkeypatch):
     assert re.fullmatch(r"\S+ with \d+ cores", provenance.hardware("cpu"))
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: f"a GPU at {device}")
     assert provenance.hardware("cuda:1") == "a GPU at cuda:1"
+    assert provenance.together(["one; two", "two", "", "three; one"]) == "one; two; three"
     monkeypatch.setenv("PERFED_COMMIT", "abc1234")
     sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)

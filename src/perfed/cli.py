@@ -402,7 +402,7 @@ def _listed(words: list[str] | None) -> list[str]:
 def _command() -> str:
     """What was typed; where data and runs are on this machine is nobody else's business."""
     told = " ".join(["perfed", *sys.argv[1:]])
-    return re.sub(r" --(debug|json|quiet|only-report|(data-dir|out)[ =]\S+)", "", told)
+    return re.sub(r" (-q|--(debug|json|quiet|only-report|(data-dir|out)[ =]\S+))(?= |$)", "", told)
 
 
 @partitions.callback(invoke_without_command=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -37,3 +38,8 @@ def hardware(device: str) -> str:
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} with {cores()} cores"
+
+
+def together(texts: Iterable[str]) -> str:
+    """Several commits or machines in one text, each once; a text may name several itself."""
+    return "; ".join(dict.fromkeys(one for text in texts for one in text.split("; ") if one))

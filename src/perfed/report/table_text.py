@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from perfed.provenance import together
 from perfed.report.tables import markdown, size
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import Line, agreement
@@ -147,7 +148,7 @@ def body(protocol: Protocol, table: list[Line], full: bool = True) -> str:
 
 def provenance(table: list[Line]) -> str:
     """Where the numbers come from."""
-    every: Any = lambda key: "; ".join(dict.fromkeys(line[key] for line in table if line.get(key)))
+    every: Any = lambda key: together(line.get(key) or "" for line in table)
     if not any(line["seeds"] for line in table):
         return "Nothing of this table has been run yet."
     seeds, commit = int(max(line["seeds"] for line in table)), every("commit") or "unknown"

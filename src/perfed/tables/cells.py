@@ -15,7 +15,7 @@ from rich.console import Console
 from perfed import __version__, files
 from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
-from perfed.provenance import commit, hardware
+from perfed.provenance import commit, hardware, together
 from perfed.tables.protocol import NEUTRAL, Protocol
 
 NEWCOMERS = "newcomers.json"  # scores of clients that joined later, epoch by epoch
@@ -182,5 +182,5 @@ def _sign(one: Cell, device: str) -> None:
     """Write with which sources and on what a cell is run; one that goes on elsewhere names both places."""
     was = files.read_json(one.record)
     for key, value in {"version": __version__, "commit": commit(), "device": hardware(device)}.items():
-        was[key] = "; ".join(dict.fromkeys(filter(None, [*was.get(key, "").split("; "), value])))
+        was[key] = together([was.get(key, ""), value])
     files.write_json(one.record, was)

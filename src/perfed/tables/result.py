@@ -11,6 +11,7 @@ import numpy as np
 
 from perfed import metrics
 from perfed.core.errors import Problem
+from perfed.provenance import together
 from perfed.tables.agree import interval, kendall, same_order, spearman
 from perfed.tables.cells import cell, check_settings
 from perfed.tables.protocol import RULES, Protocol
@@ -57,7 +58,7 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
     line: Line = {"table": protocol.name, "label": protocol.label, "column": column, "row": row, "title": one.title}
     line |= {"plain": one.plain, "rule": protocol.rule, "seeds": len(mine), "diverged": diverged}
     line |= {"paper": paper, "paper_std": std}
-    line |= {key: "; ".join(dict.fromkeys(s[key] for s in mine.values())) for key in ("machine", "version", "commit")}
+    line |= {key: together(s[key] for s in mine.values()) for key in ("machine", "version", "commit")}
     for rule in RULES:
         line[rule], line[f"{rule}_std"] = _over([_headline(protocol, s, rule) for s in mine.values()])
     local = seeds.get(LOCAL, {})
