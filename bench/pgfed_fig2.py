@@ -25,7 +25,7 @@ import itertools
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--steps", type=int, default=6)
     say.add_argument("--lr", type=numbers, default=[1.0, 0.3, 0.1, 0.03], help="values to try: 0.3,0.1")
     say.add_argument("--mu", type=numbers, default=[1.0, 0.3, 0.1], help="values to try, of the explicit objective")
-    say.add_argument("--on", type=int, default=20, help="clients that try the settings of the explicit objective")
+    say.add_argument("--on", type=int, default=20, help="how many clients try the settings of the explicit objective")
     say.add_argument("--device", default="auto")
     say.add_argument("--out", type=Path, default=Path("runs/tables"))
     asked = say.parse_args(words)
@@ -128,7 +128,7 @@ def accuracy(experiment: Experiment, model: Model, theta: Tensor, split: Split, 
 
 
 def walk(
-    experiment: Experiment, model: Model, start: Tensor, steps: int, lr: float, mu: float, who: Iterable[int]
+    experiment: Experiment, model: Model, start: Tensor, steps: int, lr: float, mu: float, who: Sequence[int]
 ) -> np.ndarray:
     """Accuracy on [validation, test] samples before the first step and after each: [2, steps + 1, clients]."""
     clients, found = experiment.clients, np.full((2, steps + 1, len(experiment.clients)), np.nan)
@@ -148,12 +148,16 @@ def walk(
 def study(
     experiment: Experiment, start: Tensor, steps: int, rates: list[float], mus: list[float], on: int
 ) -> Iterator[dict[str, Any]]:
-    """Both objectives with all their settings; the one `chosen` on validation samples has every client's accuracies."""
+    """Both objectives with all their settings; the `chosen` one of each has every client's accuracies.
+
+    It has the best mean validation accuracy after the last step; of equals the first.
+    """
     (entry,) = [one for one in experiment.config.entries() if one.name == METHOD]
     model, everybody = experiment.method(entry).model, range(len(experiment.clients))
-    some = everybody[:: -(-len(everybody) // on)]
+    able = [client for client in everybody if experiment.clients.val.size[client]]
+    some = [able[int(at)] for at in np.linspace(0, len(able) - 1, min(on, len(able)))]
 
-    def walked(objective: str, lr: float, mu: float, who: range) -> dict[str, Any]:
+    def walked(objective: str, lr: float, mu: float, who: Sequence[int]) -> dict[str, Any]:
         val, test = walk(experiment, model, start, steps, lr, mu, who)
         one = {"objective": objective, "lr": lr, "mu": mu, "on": len(who), "chosen": False}
         one |= {"val": val, "test": test, "gain": 100 * (test - test[0])}
@@ -194,9 +198,10 @@ def write(out: Path, experiment: Experiment, tried: list[dict[str, Any]], about:
     about |= {"label": "REDUCED" if quick else "", "version": __version__, "commit": commit()}
     about |= {"device": hardware(experiment.device), "torch": torch.__version__}
     plain = lambda values: [None if np.isnan(v) else round(float(v), 4) for v in values]
+    tried_on = {one["objective"]: one["on"] for one in reversed(tried)}
     about["objectives"] = [
-        {"objective": name, "lr": one["lr"], "mu": one["mu"], "paper": PAPER[name]}
-        | {"gain": round(float(np.nanmean(one["gain"][-1])), 4), "clients": plain(one["gain"][-1])}
+        {"objective": name, "lr": one["lr"], "mu": one["mu"], "tried_on": tried_on[name], "paper": PAPER[name]}
+        | {"gain": round(float(np.nanmean(one["gain"][-1])), 4), "gains": plain(one["gain"][-1])}
         for name, one in picked.items()
     ]
     files.write_json(base.with_suffix(".json"), about)

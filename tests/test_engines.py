@@ -27,6 +27,7 @@ from perfed.engines.workers import Workers
 from perfed.federation import Federation, cohort_size
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.local import Local
+from perfed.methods.pfedmb import PFedMB
 
 ENGINES = [Sequential, Vectorised, functools.partial(Workers, workers=2)]
 
@@ -144,6 +145,16 @@ def test_convolutions_and_images_on_all_engines():
     everybody = [range(3)] * 2
     expected = contract.play(Sequential(make(), clients), everybody)
     for engine in ENGINES[1:]:
+        contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, PFedMB])
+def test_fine_tuning_is_the_same_on_all_engines(kind, clients):
+    """Plain local training, and a method's own."""
+    make = lambda: kind(Model(plain_net, dtype=torch.float64), batch_size=5, epochs=1, fine_tune=2)
+    everybody = [range(len(clients))] * 2
+    expected = contract.play(Sequential(make(), clients), everybody)
+    for engine in [*ENGINES[1:], functools.partial(Vectorised, sizes=(2,))]:
         contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,11 +59,17 @@ def test_settings_are_chosen_on_validation_samples_of_some_clients(finished, mon
         return found
 
     monkeypatch.setattr(script, "walk", walk)
-    tried = list(script.study(*script.opened(finished, "cpu"), 2, [0.1, 0.2], [0.5, 0.3], on=2))
+    experiment, start = script.opened(finished, "cpu")
+    tried = list(script.study(experiment, start, 2, [0.1, 0.2], [0.5, 0.3], on=2))
     picked = [(one["objective"], one["lr"], one["mu"], one["on"]) for one in tried if one["chosen"]]
     assert picked == [("implicit", 0.2, 0.0, 4), ("explicit", 0.2, 0.5, 4)]
     assert [one["on"] for one in tried] == [4, 4, 2, 2, 2, 2, 4]
-    assert np.isnan(tried[2]["val"][0]).tolist() == [False, True, False, True]
+    assert np.isnan(tried[2]["val"][0]).tolist() == [False, True, True, False]
+    sizes = (0, *experiment.clients.val.size[1:])  # who has no validation sample chooses nothing
+    fewer = replace(experiment.clients, val=replace(experiment.clients.val, size=sizes))
+    experiment = replace(experiment, clients=fewer)
+    tried = list(script.study(experiment, start, 2, [0.1, 0.2], [0.5, 0.3], on=2))
+    assert np.isnan(tried[2]["val"][0]).tolist() == [True, False, True, False]
 
 
 def test_from_a_finished_run_to_a_figure(finished, tmp_path, capsys):
@@ -71,11 +78,11 @@ def test_from_a_finished_run_to_a_figure(finished, tmp_path, capsys):
     assert capsys.readouterr().out.count("written") == 3
     about = json.loads((tmp_path / "new/pgfed-fig2.json").read_text())
     assert about["command"] == "python bench/pgfed_fig2.py RUN --steps 2 --lr 0.1,0.01 --mu 0.5 --on 3"
-    assert [one["paper"] for one in about["objectives"]] == [5.4, 7.73]
+    assert [(one["paper"], one["tried_on"]) for one in about["objectives"]] == [(5.4, 4), (7.73, 3)]
     lines = (tmp_path / "new/pgfed-fig2.csv").read_text().splitlines()
     assert len(lines) == 1 + 5 * 3  # two rates for each objective and the better one for all clients, three points each
     for one in about["objectives"]:
-        assert np.mean([gain for gain in one["clients"] if gain is not None]) == pytest.approx(one["gain"], abs=1e-3)
+        assert np.mean([gain for gain in one["gains"] if gain is not None]) == pytest.approx(one["gain"], abs=1e-3)
         (last,) = [l for l in lines if l.startswith(f"{one['objective']},{one['lr']},{one['mu']},4,True,2,")]
         assert float(last.rpartition(",")[2]) == one["gain"]
     assert all((tmp_path / f"new/pgfed-fig2.{kind}").stat().st_size > 5000 for kind in ("png", "svg"))

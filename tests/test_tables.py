@@ -131,8 +131,14 @@ def test_what_was_chosen_for_a_column_does_not_count_where_other_settings_are_as
     assert rate(protocol.reduced(pairs, [], True)) == pairs.quick["train"]["lr"] != rate(pairs)
     assert rate(protocol.reduced(pairs, ["train.lr=0.7"], False)) == 0.7
     assert rate(protocol.reduced(pairs, ["run.rounds=7"], False)) == rate(pairs)
-    deep = protocol.reduced(protocol.find("pfedmt-1"), [], True).config("synthetic-dnn-600", "pfedmt-pm", 0)
+    many = protocol.find("pfedmt-1")
+    deep = protocol.reduced(many, [], True).config("synthetic-dnn-600", "pfedmt-pm", 0)
     assert deep.method["pfedmt"]["gamma"] == 1.0  # the paper's own setting for this column, not one from a grid
+    local = protocol.reduced(many, ["train.epochs=3"], False).config("synthetic-mlr-600", "local", 0)
+    assert local.method["local"]["epochs"] == 13  # the row's own: as much work as pFedMT's
+    typed = protocol.reduced(protocol.find("pfedmb-2"), ["lr=0.7"], True)
+    assert typed.config("dirichlet-15", "pfedmb", 0).method["pfedmb"].get("lr", 0.7) == 0.7
+    assert "pfedmb.lr" not in typed.label
 
 
 def test_rows_that_read_other_rows_bring_them_along():
@@ -146,7 +152,7 @@ def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
     from rich.console import Console
 
     from perfed.report.table_figures import _curves
-    from perfed.tables.cells import carry_out
+    from perfed.tables.cells import carry_out, cell
 
     made = protocol.find("pfedmt-1")
     long, short = (made.config(column, "fedavg-rounds", 0).run for column in ("mnist-mlr-600", "mnist-mlr-100"))
@@ -183,6 +189,11 @@ def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
     }  # fmt: skip
     curves = _curves(made, tmp_path, "long", "mean", "rounds")
     assert [curves[row][0].tolist() for row in made.rows] == [[1, 2], [1, 2]]
+    # A longer run whose log is gone serves where its scores were kept, and nowhere else.
+    (tmp_path / "mine/long/fedavg/seed_0/fedavg/metrics.jsonl").unlink()
+    assert cell(made, tmp_path, "short", "fedavg", 0).column == "long"
+    (tmp_path / "mine/long/fedavg/seed_0/scores_personal_1.json").unlink()
+    assert cell(made, tmp_path, "short", "fedavg", 0).column == "short"
 
 
 # ------------------------------------------------------------------ arithmetic

@@ -42,7 +42,9 @@ class Method(ABC):
     optimizer: Literal["sgd", "adam"] = hyper("sgd", "local optimiser")
     epochs: int = hyper(5, "local epochs per round", at_least=1)
     batch_size: int = hyper(10, "samples per local step; the last, partial batch is kept", at_least=1)
-    fine_tune: int = hyper(0, "epochs of local training after the run, before a model is evaluated", at_least=0)
+    fine_tune: int = hyper(
+        0, "epochs of local training before a model is evaluated, of which nothing is kept", at_least=0
+    )
     seed: int = hyper(0, "seed of the initial model; the run sets it", at_least=0)
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
     population: int = hyper(0, "clients in all; the engine sets it where it is 0", at_least=0)
@@ -221,5 +223,8 @@ class Method(ABC):
         return found
 
     def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
-        """A client's model after `fine_tune` more epochs; by default of plain local training."""
+        """A client's personal model `theta` after `fine_tune` more epochs; by default of plain local training.
+
+        It is for one evaluation: no state is kept.
+        """
         return self.descend(theta, data, epochs=self.fine_tune, stream=FINE_TUNING)

@@ -132,18 +132,20 @@ def over_bytes(protocol: Protocol, out: Path, column: str) -> Figure | None:
 
 def branches(protocol: Protocol, out: Path, column: str) -> Figure | None:
     """Accuracy against the number of branches (pFedMB, Figure 5)."""
-    x, mean, std = [], [], []
+    x, mean, dots = [], [], []
     for row, one in protocol.rows.items():
         each = [s["rules"][protocol.rule]["clients"] for s in found(protocol, out, column, row).values()]
         values = [100 * np.nanmean(np.array(clients, dtype=float)) for clients in each]
         if values:
             x.append(one.settings["branches"])
             mean.append(np.mean(values))
-            std.append(np.std(values))
+            dots += [(x[-1], value) for value in values]
     if not x:
         return None
     figure, (axes,) = _new(protocol, column, 6, 4)
-    axes.errorbar(x, mean, yerr=std, marker="o", capsize=3, color=COLOURS[2])
+    axes.plot(x, mean, marker="o", color=COLOURS[2], label="mean")
+    axes.scatter(*zip(*dots, strict=True), marker="x", color="black", zorder=3, label="one seed")
+    axes.legend(frameon=False, fontsize=8)
     axes.set(xlabel="branches B", ylabel="mean test accuracy (%)", xticks=x)
     axes.grid(alpha=0.3)
     return figure

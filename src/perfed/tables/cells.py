@@ -15,6 +15,7 @@ from rich.console import Console
 from perfed import __version__, files
 from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
+from perfed.observe.metrics import CLIENTS
 from perfed.provenance import commit, hardware, together
 from perfed.tables.protocol import NEUTRAL, Protocol
 
@@ -43,6 +44,14 @@ class Cell:
         """Whether the run came to numbers that are not finite; it would again."""
         return self.record.exists() and "diverged" in files.read_json(self.record)
 
+    def place(self, model: str, until: int) -> Path:
+        """Where its scores are kept: of one model, up to a round (0: all)."""
+        return self.folder / f"scores_{model}_{until or 'all'}.json"
+
+    def readable(self, model: str, until: int) -> bool:
+        """Whether these scores are kept, or the log that they are made from."""
+        return self.place(model, until).exists() or (self.folder / self.method / CLIENTS).exists()
+
     @property
     def record(self) -> Path:
         """What was asked for, beside the folder."""
@@ -51,10 +60,17 @@ class Cell:
 
 def cell(protocol: Protocol, out: Path, column: str, row: str, seed: int) -> Cell:
     """The run that this cell is read from: a longer one of the same settings where there is one."""
-    runs, longer = protocol.rows[row].runs, protocol.columns[column].same
-    one, place = protocol.columns[column], lambda name: out / protocol.cells / name / runs / f"seed_{seed}"
-    make = lambda name: Cell(name, runs, seed, protocol.rows[runs].method, place(name), one.first, one.tuned)
-    return make(longer) if longer and make(longer).done else make(column)
+    runs, one = protocol.rows[protocol.rows[row].runs], protocol.columns[column]
+
+    def make(name: str) -> Cell:
+        folder = out / protocol.cells / name / runs.name / f"seed_{seed}"
+        return Cell(name, runs.name, seed, runs.method, folder, one.first, one.tuned)
+
+    if one.same:
+        longer = make(one.same)
+        if longer.done and longer.readable(protocol.rows[row].model, one.until * runs.times):
+            return longer
+    return make(column)
 
 
 def missing(protocol: Protocol, out: Path) -> Iterator[Cell]:

@@ -241,11 +241,13 @@ def chosen(protocol: Protocol, columns: list[str], rows: list[str], seeds: int |
 def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
     """The same table with other settings in every column (`section.key=value`), or as its file says under `quick`.
 
-    It is called reduced where a setting differs that results depend on. What was chosen for a column from a row's grid
-    is no choice for smaller data: there, and where `sets` say otherwise, it does not count.
+    It is called reduced where a setting differs that results depend on. What was chosen for a row does not count where
+    `sets` say otherwise, nor, under `quick`, what was chosen from its grid for larger data; what is the row's own, such
+    as the epochs that make two rows equal work, stays.
     """
     change: dict[str, Any] = {}
     settings: dict[str, dict[str, Any]] = {}
+    typed: dict[str, Any] = {}
     if quick:
         say = protocol.quick
         if not say:
@@ -259,6 +261,9 @@ def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
         settings = {name: table for name, table in say.get("settings", {}).items() if name in protocol.rows}
     for text in sets:
         assign(change, text)
+        assign(typed, text)
+    asked = typed.get("train", {})
+    settings = {row: {k: v for k, v in table.items() if k not in asked} for row, table in settings.items()}
     _known(change, set(_PARTS), "--set of a table")
     over = lambda one: {part: one.parts.get(part, {}) | change.get(part, {}) for part in _PARTS}
     neutral = lambda part, key: part == "run" and key in NEUTRAL
@@ -274,7 +279,7 @@ def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
         columns[name] = dataclasses.replace(one, parts=parts, title=title)
     rows = {}
     for name, row in protocol.rows.items():
-        gone = {*change.get("train", {}), *(row.grid if quick else ())}
+        gone = {*(key for key in change.get("train", {}) if key not in row.settings), *(row.grid if quick else ())}
         at = {c: {key: value for key, value in best.items() if key not in gone} for c, best in row.at.items()}
         rows[name] = dataclasses.replace(row, at=at)
     rest = {"run": change.get("run", {}), "settings": settings}

@@ -46,7 +46,7 @@ def _of_newcomers(found: dict[str, Any]) -> Curves:
 
 def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     """Everything a table needs of one cell, in plain values; kept beside the run, so that logs are read once."""
-    place = cell.folder / f"scores_{model}_{until or 'all'}.json"
+    place = cell.place(model, until)
     if place.exists():
         return files.read_json(place)
     run = Run(cell.folder)
