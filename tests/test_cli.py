@@ -386,3 +386,9 @@ def test_any_text_survives_the_file(text):
     again = from_dict(tomllib.loads(to_toml(config)))
     assert again.data == config.data
     assert again.method == config.method
+
+
+def test_a_kept_command_has_no_folders_and_no_ways_of_printing(monkeypatch):
+    typed = "table pgfed-1 -q --out /tmp/a --column c10-25 --data-dir=/b --json --quick --set data.dir=c --only-report"
+    monkeypatch.setattr("sys.argv", ["/somewhere/perfed", *typed.split()])
+    assert cli._command() == "perfed table pgfed-1 --column c10-25 --quick --set data.dir=c"

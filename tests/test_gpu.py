@@ -150,6 +150,15 @@ def test_networks_in_single_precision(name):
     assert contract.difference(g, exact) < 1e-3  # a ReLU near zero may be on in one and off in the other
 
 
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "pfedmb"])
+def test_fine_tuning_on_a_gpu_equals_cpu(name):
+    make = lambda device: on(device, name, "plain", fine_tune=2)
+    expected = contract.play(Sequential(make("cpu"), contract.toy_clients(), seed=5))
+    for engine in (Vectorised, Recorded):
+        compare(contract.play(engine(make("cuda"), contract.toy_clients(), seed=5)), expected)
+
+
 @pytest.mark.parametrize("engine", [Sequential, Vectorised, pytest.param(Recorded, marks=needs_triton)])
 @pytest.mark.parametrize(("name", "norm"), [("lenet", "batch"), ("resnet", "batch"), ("resnet", "group")])
 def test_a_gpu_run_can_be_repeated(name, norm, engine):
