@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from perfed import cli
 from perfed.tables import protocol, result
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
@@ -45,3 +46,22 @@ def test_kept_runs_name_no_folder_of_the_machine_they_ran_on(runs):
     texts = [path.read_text() for kind in ("config.toml", "seed_*.json") for path in runs.rglob(kind)]
     assert len(texts) > 100
     assert not any(word in text for text in texts for word in ('"/tmp', '"/work', '"/home'))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # ten minutes on two cores
+@pytest.mark.parametrize("name", sorted(name for name in protocol.names() if not protocol.find(name).source))
+def test_reduced_version_runs_from_end_to_end(name, tmp_path, monkeypatch, capsys):
+    """The command as it is typed; what comes out is near what is kept, where that is."""
+    monkeypatch.setattr("sys.argv", ["perfed", "table", name, "--quick", "--out", str(tmp_path), "--quiet"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code, capsys.readouterr().err
+    made = protocol.reduced(protocol.find(name), [], True)
+    table = result.from_csv(tmp_path / f"{name}-reduced.csv")
+    assert len(table) == len(made.columns) * len(made.rows)
+    assert all(line["seeds"] == made.seeds and line["label"].startswith("REDUCED") for line in table)
+    kept = KEPT / f"{name}-reduced.csv"
+    known = {(line["column"], line["row"]): line["value"] for line in result.from_csv(kept)} if kept.is_file() else {}
+    for line in table:
+        assert line["value"] == pytest.approx(known.get((line["column"], line["row"]), line["value"]), abs=3)
