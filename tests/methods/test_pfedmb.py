@@ -180,13 +180,15 @@ def test_equals_explicit_branches(optimiser, simplex, clients):
 @pytest.mark.parametrize("inside_sums", [False, True])
 @pytest.mark.parametrize(
     "option",
-    [{"shared_alpha": True}, {"weighted": False}, {"init_scale": 2.0}, {"simplex": "none"}, {"branches": 2}],
+    [{"shared_alpha": True}, {"weighted": False}, {"init": "mean"}, {"simplex": "none"}, {"branches": 2}],
     ids=lambda o: next(iter(o)),
 )
 def test_options_equal_explicit_branches(option, inside_sums, clients):
     world = World(conv_net, clients, momentum=0.9, epochs=1)
-    names = {"shared_alpha": "shared", "init_scale": "scale", "branches": "B"}
+    names = {"shared_alpha": "shared", "init": "scale", "branches": "B"}
     reference = {"B": 3, "simplex": "softmax"} | {names.get(k, k): v for k, v in option.items()}
+    if "init" in option:
+        reference["scale"] = 3**0.5
     compare(world, option | {"inside_sums": inside_sums}, reference, ROUNDS[:2])
 
 
@@ -336,11 +338,12 @@ def test_branches_start_apart_and_equal_ones_never_separate(clients):
     same(convex(fed.state(3), "softmax"), torch.full((3, 2), 1 / 3, dtype=torch.float64))
 
 
-def test_scale_of_the_start_spares_normalisation(clients):
+@pytest.mark.parametrize("B", [1, 2, 3])
+def test_larger_start_follows_the_branches_and_spares_normalisation(B, clients):
     world = World(conv_net, clients)
-    plain, scaled = (world.federation(PFedMB, init_scale=s) for s in (1.0, 3**0.5))
+    plain, scaled = (world.federation(PFedMB, branches=B, init=init) for init in ("branch", "mean"))
     inside = plain.method.layers.mask
-    same(scaled.server[:, inside], 3**0.5 * plain.server[:, inside])
+    same(scaled.server[:, inside], B**0.5 * plain.server[:, inside])
     assert torch.equal(scaled.server[:, ~inside], plain.server[:, ~inside])
     assert int(inside.sum()) == sum(
         p.numel() for m in world.net().modules() if isinstance(m, nn.Linear | nn.Conv1d) for p in m.parameters()

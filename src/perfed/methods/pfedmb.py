@@ -35,7 +35,7 @@ class PFedMB(Method):
     simplex: Literal["softmax", "projection", "none"] = hyper("softmax", "what keeps alpha on the simplex")
     shared_alpha: bool = hyper(False, "one alpha for all layers")
     weighted: bool = hyper(True, "average branches with n_i alpha_i (eq. 5); false: with n_i alone")
-    init_scale: float = hyper(1.0, "factor on the initial branches; sqrt(B) gives their mean the usual size", above=0)
+    init: Literal["branch", "mean"] = hyper("branch", "what starts at the usual size; mean: branches sqrt(B) larger")
     inside_sums: bool = hyper(False, "upload B vectors inside a sum, not one that the server reads; same result")
 
     evaluates = "assembled"
@@ -51,7 +51,8 @@ class PFedMB(Method):
 
     def init_server(self, clients):
         W = torch.stack([self.model.init(self.seed * self.branches + b) for b in range(self.branches)])
-        return torch.where(self.layers.mask, self.init_scale * W, W[0])
+        size = self.branches**0.5 if self.init == "mean" else 1.0
+        return torch.where(self.layers.mask, size * W, W[0])
 
     def init_client(self):
         return self.model.zeros().new_full((self.branches, self.layers.L), 1 / self.branches)
