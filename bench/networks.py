@@ -7,11 +7,11 @@ from torch.nn.functional import max_pool2d
 class PairsOfPixels(nn.Module):
     """pFedMT's CNN for MNIST, after the authors' code: 2x2 convolutions, pooling with stride 1, no dropout."""
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, channels: int, height: int, width: int, classes: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(1, 16, 2)
+        self.conv1 = nn.Conv2d(channels, 16, 2)
         self.conv2 = nn.Conv2d(16, 32, 2)
-        self.fc1 = nn.Linear(32 * 24 * 24, 128)
+        self.fc1 = nn.Linear(32 * (height - 4) * (width - 4), 128)
         self.head = nn.Linear(128, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -20,6 +20,6 @@ class PairsOfPixels(nn.Module):
         return self.head(self.fc1(x.flatten(1)).relu())
 
 
-def pfedmt(_shape: tuple[int, ...], classes: int) -> nn.Module:
+def pfedmt(shape: tuple[int, int, int], classes: int) -> nn.Module:
     """2,362,874 numbers for MNIST."""
-    return PairsOfPixels(classes)
+    return PairsOfPixels(*shape, classes)

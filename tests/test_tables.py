@@ -337,6 +337,32 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         carry_out(other, tmp_path, Console(quiet=True), how)
 
 
+def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path, monkeypatch):
+    from rich.console import Console
+
+    from perfed.tables.cells import carry_out
+
+    digits = ["data.name=digits", "data.partition=iid", "data.normalise=channel", "data.clients=3"]
+    small = [*digits, "run.rounds=1", "epochs=1"]
+
+    def table():
+        made = protocol.reduced(protocol.find("pfedmt-1"), small, False)
+        return protocol.chosen(made, ["mnist-cnn-600"], ["local"], 1)
+
+    out, here, there = tmp_path / "runs", protocol.folder(), tmp_path / "elsewhere"
+    carry_out(table(), out, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    lines = result.lines(table(), out)
+    assert lines[0]["seeds"] == 1
+    (record,) = out.rglob("seed_0.json")
+    assert 'name = "networks.py:pfedmt"' in json.loads(record.read_text())["config"]
+    there.mkdir()
+    for name in ("pfedmt-1.toml", "networks.py"):
+        (there / name).write_bytes((here / name).read_bytes())
+    monkeypatch.setattr(protocol, "folder", lambda: there)
+    assert table().config("mnist-cnn-600", "local", 0).model.name == f"{there}/networks.py:pfedmt"
+    assert result.lines(table(), out) == lines
+
+
 # ------------------------------------------------------------------ tuning
 
 
@@ -427,14 +453,23 @@ def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
     made = protocol.reduced(protocol.find("pgfed-1"), [], True)
     (note,) = tuned.chosen_on(made)
-    assert note.startswith("REDUCED to digits, 20 clients: CIFAR10, 25 clients: chosen on validation data, 1 rounds")
+    assert note.startswith("REDUCED to digits, 20 clients: CIFAR10, 25 clients: chosen on validation data, 2 trials")
+    assert "2 trials, 1 rounds, seed 0" in note
     assert "seed 0: lr from {0.02, 0.0001}" in note
     assert note.endswith(": FedAvg own, mu = 0, Local.")
     assert tuned.chosen_on(protocol.reduced(protocol.find("pgfed-1"), ["lr=0.5"], True)) == []  # not what was chosen
     assert tuned.chosen_on(protocol.find("pgfed-1")) == []  # not tuned
+    second = {**kept["rows"][0], "rounds": 5, "grid": {"mu": [0.0], "lr": [0.3]}, "tried": kept["rows"][0]["tried"][:1]}
+    second["best"] = {**second["best"], "settings": {"mu": 0.0, "lr": 0.3}}
+    text = json.dumps({**kept, "rows": [*kept["rows"], second]})
+    (tmp_path / "results/tune-pgfed-1-reduced-c10-25.json").write_text(text)
+    of_two, of_one = tuned.chosen_on(made)  # another grid of the same row, whose best is not used, is told too
+    assert "3 trials, 1 to 5 rounds, seed 0: lr from {0.02, 0.0001, 0.3}; mu from {0.0}" in of_two
+    assert of_two.endswith(": FedAvg own, mu = 0.")
+    assert of_one.endswith(": Local.")
     from perfed.report.table_text import report
 
-    assert note in report(made, result.lines(made, tmp_path))
+    assert of_two in report(made, result.lines(made, tmp_path))
 
 
 def test_a_search_asks_and_tells(monkeypatch):

@@ -22,6 +22,7 @@ from perfed.tables.result import found
 from perfed.tables.watch import mixtures
 
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, mean over seeds, deviation over seeds
+SHOWN = 6.0  # points below the median seed that Figure 5 shows; what lies deeper is written
 
 
 def draw(protocol: Protocol, out: Path) -> list[Path]:
@@ -148,6 +149,11 @@ def branches(protocol: Protocol, out: Path, column: str) -> Figure | None:
     axes.legend(frameon=False, fontsize=8)
     axes.set(xlabel="branches B", ylabel="mean test accuracy (%)", xticks=x)
     axes.grid(alpha=0.3)
+    floor = np.median([value for _, value in dots]) - SHOWN
+    for at in sorted({at for at, value in dots if value < floor}):  # they would press the others into a line
+        axes.set_ylim(bottom=floor)
+        below = ", ".join(f"{value:.1f}" for b, value in dots if b == at and value < floor)
+        axes.annotate(f"below: {below}", (at, floor), (0, 3), textcoords="offset points", fontsize=8, ha="right")
     return figure
 
 
@@ -170,9 +176,10 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     change, train = change[np.ix_(order, order)], train[order]
     of_columns, of_rows = ("n/a" if r is None else f"{r:+.2f}" for r in correlations(change, train))
     figure, axes = _new(protocol, column, 13, 4.4, 3)
-    limit = float(np.abs(change).max()) or 1.0
+    largest = np.abs(change).max() or 1.0
+    limit = float(np.quantile(np.abs(change), 0.99)) or largest  # a few large entries would make the rest white
     shown = axes[0].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
-    figure.colorbar(shown, ax=axes[0], shrink=0.85)
+    figure.colorbar(shown, ax=axes[0], shrink=0.85, extend="both" if limit < largest else "neither")
     axes[0].set(xlabel="client j, smallest first", ylabel="client i, smallest first", xticks=[], yticks=[])
     axes[0].set_title("change of alpha_ij from its start, seed 0", fontsize=10)
     titles = (f"columns: use of client j (r = {of_columns})", f"rows: use by client i (r = {of_rows})")

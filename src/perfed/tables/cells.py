@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from perfed import __version__, files
+from perfed import __version__, files, models
 from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
 from perfed.observe.metrics import CLIENTS
@@ -176,7 +176,7 @@ def check_settings(one: Cell, config: Config) -> None:
     """
     if not one.record.exists():
         return
-    was, now = (tomllib.loads(text) for text in (files.read_json(one.record)["config"], to_toml(config)))
+    was, now = (tomllib.loads(text) for text in (files.read_json(one.record)["config"], _asked_for(config)))
     for name, table in now.items():
         if not isinstance(table, dict):
             same = was.get(name) == table
@@ -191,7 +191,14 @@ def _keep_settings(one: Cell, config: Config) -> None:
     """Write what was asked for, before anything is run."""
     if not one.record.exists():
         one.folder.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(one.record, {"config": to_toml(config)})
+        files.write_json(one.record, {"config": _asked_for(config)})
+
+
+def _asked_for(config: Config) -> str:
+    """The settings as text; a network of the table's own by its file's name, which is the same on every machine."""
+    name = config.model.name
+    own = dataclasses.replace(config.model, name=Path(name).name if models.is_path(name) else name)
+    return to_toml(dataclasses.replace(config, model=own))
 
 
 def _sign(one: Cell, device: str) -> None:
