@@ -18,6 +18,7 @@ from perfed.core.errors import Problem
 from perfed.datasets import DATASETS, load
 from perfed.datasets.pool import TEST, TRAIN, VAL, data_dir
 from perfed.datasets.split import divide
+from perfed.report.partition import heading
 
 
 def real(file):
@@ -276,6 +277,7 @@ def test_strips(tmp_path):
     assert clients.classes == 100
     assert clients.shape == (3, 32, 32)
     assert set(clients.train.x.unique().tolist()) == {0, 255}
+    assert heading(clients, config) == "cifar100, 4 clients, iid, pixels rounded to 6 bits"
     np.savez(tmp_path / "cifar100_test_6bit.npz", webp=np.zeros(9, np.uint8), offsets=[0, 9], fine=np.arange(10))
     with pytest.raises(Problem, match="holds a strip of images that cannot be read"):
         load(config, 0)

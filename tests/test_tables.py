@@ -363,6 +363,26 @@ def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path
     assert result.lines(table(), out) == lines
 
 
+def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
+    from rich.console import Console
+
+    from perfed.report.table_text import body
+    from perfed.tables.cells import carry_out
+
+    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
+    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    (place,) = tmp_path.rglob("clients.json")
+    about = json.loads(place.read_text())
+    assert "note" not in about["partition"]
+    about["partition"]["note"] = "pixels rounded to 6 bits"
+    place.write_text(json.dumps(about))
+    table = result.lines(made, tmp_path)
+    assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, table)
+    (tmp_path / "kept.csv").write_text(result.to_csv(table))
+    assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, result.from_csv(tmp_path / "kept.csv"))
+
+
 # ------------------------------------------------------------------ tuning
 
 

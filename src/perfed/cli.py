@@ -297,7 +297,7 @@ def table(
     for place in made.columns:  # what is wrong is found before anything is run
         for row in made.rows:
             made.config(place, row, 0)
-    from perfed.report.table_text import cells, headings, orders
+    from perfed.report.table_text import cells, column_title, headings, orders
     from perfed.report.tables import rich_table
     from perfed.tables.make import make
     from perfed.tables.tuned import chosen_on
@@ -312,7 +312,7 @@ def table(
         talk.width = 200
     talk.print(made.title + (f"\n{made.label}" if made.label else ""), markup=False)
     for place in made.columns:
-        talk.print(f"\n{made.columns[place].title}", markup=False)
+        talk.print(f"\n{column_title(made, lines, place)}", markup=False)
         talk.print(rich_table(headings(made), cells(made, lines, place)), soft_wrap=False)
     for line in ["", *orders(made, lines), *chosen_on(made), *(f"written  {path}" for path in written)]:
         talk.print(line, markup=False)

@@ -30,11 +30,11 @@ def load(config: DataConfig, _seed: int) -> Pool:
     path = folder / f"{_STEM[name]}.npz"
     strips = [folder / file for file in _STRIPS.get(name, ())]
     if not path.is_file() and any(strip.is_file() for strip in strips):
-        arrays = _read_strips(strips)
+        arrays, note = _read_strips(strips), "pixels rounded to 6 bits" if "6bit" in strips[0].name else ""
     else:
         if not path.is_file():
             fetch(name, path)
-        arrays = read_npz(path)
+        arrays, note = read_npz(path), ""
     x_train, y_train, x_test, y_test = need(arrays, _PLAIN, path)
     x = np.concatenate([_channels_first(x_train, path), _channels_first(x_test, path)])
     y = np.concatenate([y_train, y_test]).astype(np.int64)
@@ -44,7 +44,7 @@ def load(config: DataConfig, _seed: int) -> Pool:
     mean, std = _moments(x[: len(x_train)])
     owner, names = _writers(arrays)
     official = np.repeat([TRAIN, TEST], [len(x_train), len(x_test)])
-    return Pool(x, y, classes, owner=owner, mean=mean, std=std, names=names, official=official)
+    return Pool(x, y, classes, owner=owner, mean=mean, std=std, names=names, official=official, note=note)
 
 
 def _channels_first(x: np.ndarray, path: Path) -> np.ndarray:

@@ -30,6 +30,7 @@ class Pool:
     columns: tuple[str, ...] | None = None  # what the features are called, in a table
     part: np.ndarray | None = None  # [rows], TRAIN, VAL or TEST where the source has decided, else UNDECIDED
     official: np.ndarray | None = None  # [rows], TRAIN or TEST as the makers of the data set have it
+    note: str = ""  # what whoever reads a result should know of these samples
 
 
 def normalised(pool: Pool, config: DataConfig) -> Pool:

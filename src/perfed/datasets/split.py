@@ -40,6 +40,7 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
     names = _names(pool, rows, config)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
     known |= {"partition": _about(config, skews, places, measures(counts[places]))}
+    known["partition"] |= {"note": pool.note} if pool.note else {}
     return Clients(tuple(names[i] for i in places), **tables, **known, mean=put(pool.mean), std=put(pool.std))
 
 

@@ -44,7 +44,8 @@ def heading(clients: Clients, data: DataConfig) -> str:
     skews += [f"noise up to {data.noise:g}"] if "noise" in about["skews"] else []
     if "relabel" in about["skews"]:
         skews.append(f"{data.relabel:.0%} relabelled by {data.relabel_by} in {data.relabel_groups} groups")
-    whole = [f"{data.name}, {len(clients)} clients, {about['scheme']}", *settings, *skews]
+    note = [about["note"]] if "note" in about else []
+    whole = [f"{data.name}, {len(clients)} clients, {about['scheme']}", *settings, *skews, *note]
     return ", ".join([*whole, "official test set"] if data.split == "official" else whole)
 
 

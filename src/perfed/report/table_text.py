@@ -39,6 +39,12 @@ def headings(protocol: Protocol) -> tuple[str, ...]:
     return ("", "paper", main, "difference", *others, *more, f"{own} minus row", "seeds")
 
 
+def column_title(protocol: Protocol, table: list[Line], column: str) -> str:
+    """What a column is called, with what is unusual about the data that it was run on."""
+    data = together(line.get("data") or "" for line in table if line["column"] == column)
+    return protocol.columns[column].title + (f" ({data})" if data else "")
+
+
 def cells(protocol: Protocol, table: list[Line], column: str) -> list[tuple[str, ...]]:
     """The printed lines of one column; what was not run says so."""
     here = [line for line in table if line["column"] == column]
@@ -87,7 +93,7 @@ def orders(protocol: Protocol, table: list[Line]) -> list[str]:
             continue
         show = lambda value: "n/a" if value is None or math.isnan(value) else f"{value:+.2f}"
         said.append(
-            f"{protocol.columns[column].title}: order of {found['rows']} rows against the paper's: "
+            f"{column_title(protocol, table, column)}: order of {found['rows']} rows against the paper's: "
             f"Spearman {show(found['spearman'])}, Kendall {show(found['kendall'])}, "
             f"{found['same']} of {found['pairs']} pairs alike"
         )
@@ -136,7 +142,7 @@ def body(protocol: Protocol, table: list[Line], full: bool = True) -> str:
     """The tables alone, with what they rest on; `full`: also the other measures, and what the rules are."""
     text = []
     for column in dict.fromkeys(line["column"] for line in table):
-        text += [f"**{protocol.columns[column].title}**", ""]
+        text += [f"**{column_title(protocol, table, column)}**", ""]
         text += [markdown(headings(protocol), cells(protocol, table, column))]
         rows = metric_cells(table, column) if full and protocol.kind == "accuracy" else []
         text += [markdown(METRICS, rows)] * bool(rows)

@@ -19,7 +19,7 @@ from perfed.tables.scores import scores
 
 LOCAL = "local"
 Line = dict[str, Any]
-TEXTS = ("table", "label", "column", "row", "title", "plain", "rule", "machine", "version", "commit", "command")
+TEXTS = ("table", "label", "column", "row", "title", "plain", "rule", "machine", "version", "commit", "data", "command")
 
 
 def found(protocol: Protocol, out: Path, column: str, row: str) -> dict[int, dict[str, Any]]:
@@ -58,7 +58,7 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
     line: Line = {"table": protocol.name, "label": protocol.label, "column": column, "row": row, "title": one.title}
     line |= {"plain": one.plain, "rule": protocol.rule, "seeds": len(mine), "diverged": diverged}
     line |= {"paper": paper, "paper_std": std}
-    line |= {key: together(s[key] for s in mine.values()) for key in ("machine", "version", "commit")}
+    line |= {key: together(s.get(key, "") for s in mine.values()) for key in ("machine", "version", "commit", "data")}
     for rule in RULES:
         line[rule], line[f"{rule}_std"] = _over([_headline(protocol, s, rule) for s in mine.values()])
     local = seeds.get(LOCAL, {})

@@ -77,6 +77,7 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
         "system": metrics.system(run, cell.method, curve),
         "machine": f"{machine}, torch {environment['versions']['torch']}",
+        "data": files.read_json(cell.folder / "clients.json").get("partition", {}).get("note", ""),
         **{key: asked[key] for key in ("version", "commit")},
     }
     files.write_json(place, found)
