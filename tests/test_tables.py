@@ -479,14 +479,27 @@ def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys
     assert note.endswith(": FedAvg own, mu = 0, Local.")
     assert tuned.chosen_on(protocol.reduced(protocol.find("pgfed-1"), ["lr=0.5"], True)) == []  # not what was chosen
     assert tuned.chosen_on(protocol.find("pgfed-1")) == []  # not tuned
-    second = {**kept["rows"][0], "rounds": 5, "grid": {"mu": [0.0], "lr": [0.3]}, "tried": kept["rows"][0]["tried"][:1]}
-    second["best"] = {**second["best"], "settings": {"mu": 0.0, "lr": 0.3}}
-    text = json.dumps({**kept, "rows": [*kept["rows"], second]})
-    (tmp_path / "results/tune-pgfed-1-reduced-c10-25.json").write_text(text)
-    of_two, of_one = tuned.chosen_on(made)  # another grid of the same row, whose best is not used, is told too
-    assert "3 trials, 1 to 5 rounds, seed 0: lr from {0.02, 0.0001, 0.3}; mu from {0.0}" in of_two
+    first = kept["rows"][0]
+    settings = {"mu": 0.1, "lr": 0.3}
+    worse = {**first, "rounds": 5, "grid": {"mu": [0.1, 0.5], "lr": [0.3]}, "tried": first["tried"][:1]}
+    worse["best"] = {**first["best"], "settings": settings}
+    older = {**worse, "commit": "before"}
+
+    def notes(*grids):
+        text = json.dumps({**kept, "rows": [*kept["rows"], *grids]})
+        (tmp_path / "results/tune-pgfed-1-reduced-c10-25.json").write_text(text)
+        return tuned.chosen_on(made)
+
+    of_two, of_one = notes(worse, older)  # other grids of the same row, whose best is not used, are told too
+    assert (
+        "3 of 6 combinations, 1 to 5 rounds, seed 0: lr from {0.3, 0.02, 0.0001}; mu from {0.5, 0.1}; 1 more" in of_two
+    )
     assert of_two.endswith(": FedAvg own, mu = 0.")
     assert of_one.endswith(": Local.")
+    row = dataclasses.replace(made.rows["fedavg-own"], at={"c10-25": {"lr": 0.02, "mu": 0.9}})
+    other = dataclasses.replace(made, rows={**made.rows, "fedavg-own": row})
+    (note,) = tuned.chosen_on(other)  # it has the best lr of a grid, and a mu that no grid chose
+    assert note == of_one
     from perfed.report.table_text import report
 
     assert of_two in report(made, result.lines(made, tmp_path))
@@ -824,6 +837,23 @@ def test_curves_go_as_far_as_all_seeds_do(tmp_path, monkeypatch):
     x, mean, _ = table_figures._curves(made, tmp_path, "pairs", "mean", "rounds")["local"]
     assert x.tolist() == [10, 20]
     np.testing.assert_allclose(mean, [0.2, np.nan])
+
+
+def test_seeds_that_fail_do_not_hide_the_others(tmp_path, monkeypatch):
+    """Figure 5: what lies far below is written, not drawn, and so is a mean that it pulls down."""
+    from perfed.report import table_figures
+
+    score = lambda percent: {"rules": {"val": {"clients": [percent / 100, percent / 100]}}}
+    accuracy = {"b2": [85, 86], "b3": [84, 50], "b20": [50, 52]}
+    monkeypatch.setattr(table_figures, "found", lambda _, __, ___, row: dict(enumerate(map(score, accuracy[row]))))
+    made = protocol.chosen(protocol.find("pfedmb-fig5"), [], list(accuracy), 2)
+    (axes,) = table_figures.branches(made, tmp_path, "classes-50").axes
+    assert axes.get_ylim()[0] == pytest.approx(np.median([85, 86, 84, 50, 50, 52]) - 6)
+    assert [text.get_text() for text in axes.texts] == ["below: 50.0", "below: 50.0, 52.0\nmean: 51.0"]
+    accuracy["b3"], accuracy["b20"] = [84, 85], [83, 82]
+    (axes,) = table_figures.branches(made, tmp_path, "classes-50").axes
+    assert not axes.texts
+    assert axes.get_ylim()[0] > 80
 
 
 def test_pages_say_what_was_not_run(tmp_path, monkeypatch):

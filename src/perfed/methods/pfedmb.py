@@ -35,7 +35,7 @@ class PFedMB(Method):
     simplex: Literal["softmax", "projection", "none"] = hyper("softmax", "what keeps alpha on the simplex")
     shared_alpha: bool = hyper(False, "one alpha for all layers")
     weighted: bool = hyper(True, "average branches with n_i alpha_i (eq. 5); false: with n_i alone")
-    init: Literal["branch", "mean"] = hyper("branch", "what starts at the usual size; mean: branches sqrt(B) larger")
+    init: Literal["branch", "mean"] = hyper("branch", "what starts at the usual size: branches, or their mean")
     inside_sums: bool = hyper(False, "upload B vectors inside a sum, not one that the server reads; same result")
 
     evaluates = "assembled"

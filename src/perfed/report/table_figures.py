@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from perfed import files
@@ -53,7 +54,7 @@ def save(figure: Figure, path: Path) -> Path:
 def _new(
     protocol: Protocol, column: str, width: float = 7.5, height: float = 5.0, panels: int = 1
 ) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12))  # labels of images need room
     axes = figure.subplots(1, panels, squeeze=False)[0]
     head = f"{protocol.title.partition(':')[0]}: {protocol.columns[column].title}"
     figure.suptitle(head, fontsize=10)
@@ -150,16 +151,30 @@ def branches(protocol: Protocol, out: Path, column: str) -> Figure | None:
     axes.set(xlabel="branches B", ylabel="mean test accuracy (%)", xticks=x)
     axes.grid(alpha=0.3)
     floor = np.median([value for _, value in dots]) - SHOWN
-    for at in sorted({at for at, value in dots if value < floor}):  # they would press the others into a line
+    if min(value for _, value in dots) < floor:  # they would press the others into a line
         axes.set_ylim(bottom=floor)
+    for at, middle in zip(x, mean, strict=True):
         below = ", ".join(f"{value:.1f}" for b, value in dots if b == at and value < floor)
-        axes.annotate(f"below: {below}", (at, floor), (0, 3), textcoords="offset points", fontsize=8, ha="right")
+        text = f"below: {below}" + (f"\nmean: {middle:.1f}" if middle < floor else "")
+        side = "right" if at > (x[0] + x[-1]) / 2 else "left"
+        if below:
+            axes.annotate(text, (at, floor), (0, 3), textcoords="offset points", fontsize=8, ha=side)
     return figure
 
 
 def correlations(change: np.ndarray, train: np.ndarray) -> tuple[float | None, float | None]:
     """Of a matrix's column means with the clients' sizes, and of its row means with them."""
     return correlation(change.mean(0), train), correlation(change.mean(1), train)
+
+
+def colours_end(change: np.ndarray) -> float:
+    """Where the colours of a matrix end: few large entries would make all others white.
+
+    >>> colours_end(np.array([0.0] * 50 + [-2.0] * 50 + [900.0]))
+    2.0
+    """
+    size = np.abs(change)
+    return float(np.quantile(size, 0.99)) or float(size.max()) or 1.0
 
 
 def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
@@ -176,8 +191,7 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     change, train = change[np.ix_(order, order)], train[order]
     of_columns, of_rows = ("n/a" if r is None else f"{r:+.2f}" for r in correlations(change, train))
     figure, axes = _new(protocol, column, 13, 4.4, 3)
-    largest = np.abs(change).max() or 1.0
-    limit = float(np.quantile(np.abs(change), 0.99)) or largest  # a few large entries would make the rest white
+    limit, largest = colours_end(change), np.abs(change).max()
     shown = axes[0].imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit)
     figure.colorbar(shown, ax=axes[0], shrink=0.85, extend="both" if limit < largest else "neither")
     axes[0].set(xlabel="client j, smallest first", ylabel="client i, smallest first", xticks=[], yticks=[])

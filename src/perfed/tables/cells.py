@@ -12,12 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
-from perfed import __version__, files, models
+from perfed import __version__, files
 from perfed.config import Config, to_toml
 from perfed.core.errors import Problem
 from perfed.observe.metrics import CLIENTS
 from perfed.provenance import commit, hardware, together
-from perfed.tables.protocol import NEUTRAL, Protocol
+from perfed.tables.protocol import NEUTRAL, Protocol, without_folder
 
 NEWCOMERS = "newcomers.json"  # scores of clients that joined later, epoch by epoch
 
@@ -195,10 +195,9 @@ def _keep_settings(one: Cell, config: Config) -> None:
 
 
 def _asked_for(config: Config) -> str:
-    """The settings as text; a network of the table's own by its file's name, which is the same on every machine."""
-    name = config.model.name
-    own = dataclasses.replace(config.model, name=Path(name).name if models.is_path(name) else name)
-    return to_toml(dataclasses.replace(config, model=own))
+    """The settings as text; a network of the tables' own by its file's name, which is the same on every machine."""
+    model = dataclasses.replace(config.model, name=without_folder(config.model.name))
+    return to_toml(dataclasses.replace(config, model=model))
 
 
 def _sign(one: Cell, device: str) -> None:

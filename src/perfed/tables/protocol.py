@@ -147,6 +147,11 @@ def find(name: str) -> Protocol:
     return _read(path, raw)
 
 
+def without_folder(model: str) -> str:
+    """A network's name; without its folder where that is the tables' own."""
+    return Path(model).name if models.is_path(model) and Path(model).parent == folder() else model
+
+
 def _known(table: dict[str, Any], allowed: set[str], where: str) -> None:
     for key in table:
         if key not in allowed:
