@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -89,9 +90,12 @@ def _number(value: Any, kind: type, where: str) -> Any:
     return number
 
 
+_hints = functools.cache(typing.get_type_hints)  # a class's annotations are evaluated anew in every call
+
+
 def checked(owner: Any, prefix: str, skip: tuple[str, ...] = ()) -> None:
     """Convert and check every field of a (frozen) dataclass instance in place; called from `__post_init__`."""
-    hints = typing.get_type_hints(type(owner))
+    hints = _hints(type(owner))
     for field in dataclasses.fields(owner):
         if field.name not in skip:
             where = f"{prefix}.{field.name}" if prefix else field.name
