@@ -383,6 +383,22 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, result.from_csv(tmp_path / "kept.csv"))
 
 
+def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):
+    from rich.console import Console
+
+    from perfed.report.table_figures import draw
+    from perfed.tables.cells import carry_out
+
+    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["pgfed"], 1)
+    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    kinds = lambda: [path.name for path in draw(made, tmp_path) if "matrix" in path.name]
+    assert kinds() == ["pgfed-1-reduced-matrix-c10-25.png"]
+    (server,) = tmp_path.rglob("server.safetensors")
+    server.unlink()
+    assert kinds() == []
+
+
 # ------------------------------------------------------------------ tuning
 
 

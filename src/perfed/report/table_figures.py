@@ -182,9 +182,10 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     if protocol.own not in protocol.rows:
         return None
     one = cell(protocol, out, column, protocol.own, 0)
-    if not one.done:
+    place = one.folder / one.method / "server.safetensors"
+    if not (one.done and place.is_file()):  # of a run that is kept, the scores may be all there is
         return None
-    server = files.load_tree(one.folder / one.method / "server.safetensors")
+    server = files.load_tree(place)
     change = server["alpha"].double().numpy() - 1 / len(server["ids"])
     train = np.array([client["train"] for client in files.read_json(one.folder / "clients.json")["clients"]])
     order = np.argsort(train)
