@@ -1,6 +1,8 @@
 """Everything the README and the guides show runs, in order, in one folder per page; the table of methods is current."""
 
 import ast
+import doctest
+import importlib
 import json
 import os
 import re
@@ -48,6 +50,17 @@ def test_snippets_run(page, tmp_path, monkeypatch):
             for line in lines:
                 assert line.startswith("$ perfed ")
                 command(line[2:], monkeypatch)
+
+
+SHOWN = [p for p in sorted((ROOT / "src").rglob("*.py")) if ">>> " in p.read_text()]
+
+
+@pytest.mark.parametrize("path", SHOWN, ids=lambda path: path.stem)
+def test_what_docstrings_show_is_so(path):
+    name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted
+    assert not found.failed
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda script: script.name)

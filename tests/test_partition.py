@@ -584,6 +584,8 @@ def test_show_writes_a_table_pictures_and_counts(show, tmp_path):
     assert len(lines) == 1 + 3 * 10
     clients = load(DataConfig(partition="pairs", clients=10, relabel=0.5), 0)
     assert sum(map(int, lines[1][2:])) == clients.train.size[0]
+    held = np.array([line[2:] for line in lines[1:] if line[1] == "train"], dtype=int)
+    assert f"most frequent label {100 * (held.max(1) / held.sum(1)).mean():.1f} %" in out
 
 
 def test_show_many_clients_and_classes(show):

@@ -46,6 +46,18 @@ def test_every_cell_of_a_file_is_a_valid_run(name, quick):
                 catalog.find(row.method).check({key: value})
 
 
+def test_rows_share_what_the_file_says_once(tmp_path, monkeypatch):
+    made = protocol.find("pfedmb-fig5")
+    assert {row.method for row in made.rows.values()} == {"pfedmb"}
+    assert made.config("classes-50", "b2", 0).method["pfedmb"]["lr"] == 0.15
+    assert made.config("classes-50", "b20", 0).method["pfedmb"]["branches"] == 20
+    text = (protocol.folder() / "pfedmb-fig5.toml").read_text()
+    (tmp_path / "wrong.toml").write_text(text.replace("[all.row]", "[all.rows]"))
+    monkeypatch.setattr(protocol, "folder", lambda: tmp_path)
+    with pytest.raises(Problem, match=r"wrong.toml: all has no setting 'rows'; did you mean 'row'"):
+        protocol.find("wrong")
+
+
 def test_published_numbers_are_where_they_belong():
     table = protocol.find("pgfed-1")
     assert table.number("pgfed", "c10-25") == (81.02, 0.41)
@@ -363,15 +375,22 @@ def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path
     assert result.lines(table(), out) == lines
 
 
-def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
+def smallest(row, out):
+    """One cell of the reduced PGFed table, run for one round."""
     from rich.console import Console
 
-    from perfed.report.table_text import body
     from perfed.tables.cells import carry_out
 
     sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
-    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
-    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], [row], 1)
+    carry_out(made, out, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    return made
+
+
+def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
+    from perfed.report.table_text import body
+
+    made = smallest("local", tmp_path)
     (place,) = tmp_path.rglob("clients.json")
     about = json.loads(place.read_text())
     assert "note" not in about["partition"]
@@ -384,14 +403,9 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
 
 
 def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):
-    from rich.console import Console
-
     from perfed.report.table_figures import draw
-    from perfed.tables.cells import carry_out
 
-    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
-    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["pgfed"], 1)
-    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    made = smallest("pgfed", tmp_path)
     kinds = lambda: [path.name for path in draw(made, tmp_path) if "matrix" in path.name]
     assert kinds() == ["pgfed-1-reduced-matrix-c10-25.png"]
     (server,) = tmp_path.rglob("server.safetensors")

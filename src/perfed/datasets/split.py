@@ -39,12 +39,11 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
     put = lambda a: None if a is None else torch.tensor(a, dtype=torch.float32).reshape(-1, 1, 1)
     names = _names(pool, rows, config)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
-    known |= {"partition": _about(config, skews, places, measures(counts[places]))}
-    known["partition"] |= {"note": pool.note} if pool.note else {}
+    known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
     return Clients(tuple(names[i] for i in places), **tables, **known, mean=put(pool.mean), std=put(pool.std))
 
 
-def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[str, Any]) -> dict[str, Any]:
+def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[str, Any], note: str) -> dict[str, Any]:
     """How these clients came about, in plain values and in the order in which they stand."""
     name = scheme(config)
     return {
@@ -55,6 +54,7 @@ def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[
         "dealt": places.tolist(),
         "skews": skews.about(places),
         "measures": measured,
+        **({"note": note} if note else {}),
     }
 
 

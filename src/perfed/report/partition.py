@@ -51,10 +51,12 @@ def heading(clients: Clients, data: DataConfig) -> str:
 
 def summary(clients: Clients) -> list[str]:
     """The measures over all clients, in words."""
-    m = _about(clients)["measures"]
+    m, counts = _about(clients)["measures"], label_counts(clients, "train")
+    largest = (counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)).mean()  # right, if a client guesses it
     return [
         f"labels   mean EMD {m['emd']:.3f}, total variation {m['total_variation']:.3f}, "
         f"1-Wasserstein between clients {m['wasserstein']:.3f}",
+        f"         mean share of a client's most frequent label {100 * largest:.1f} %",
         f"sizes    {m['smallest']} to {m['largest']} (max/min {m['max_over_min']:.1f}), Gini {m['gini']:.3f}",
     ]
 

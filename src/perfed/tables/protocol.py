@@ -160,6 +160,7 @@ def _known(table: dict[str, Any], allowed: set[str], where: str) -> None:
 
 def _read(path: Path, raw: dict[str, Any]) -> Protocol:
     _known(raw, {*_FILE, "all", "columns", "rows", "quick"}, path.name)
+    _known(raw.get("all", {}), {*_PARTS, "row"}, f"{path.name}: all")
     columns: dict[str, Column] = {}
     for name, table in raw["columns"].items():
         _known(table, _COLUMN, f"{path.name}: column '{name}'")
@@ -169,7 +170,8 @@ def _read(path: Path, raw: dict[str, Any]) -> Protocol:
             parts["model"]["name"] = str(path.parent / parts["model"]["name"])
         kept = {key: table[key] for key in ("title", "same", "until", "first", "tuned") if key in table}
         columns[name] = Column(name, parts=parts, **kept)
-    rows = {name: _row(path, name, table, list(columns)) for name, table in raw["rows"].items()}
+    shared = raw.get("all", {}).get("row", {})
+    rows = {name: _row(path, name, {**shared, **table}, list(columns)) for name, table in raw["rows"].items()}
     for row in rows.values():
         if row.cell and row.cell not in rows:
             raise Problem(f"{path.name}: row '{row.name}' reads the runs of '{row.cell}', which is not there")
