@@ -233,6 +233,26 @@ def test_a_gradient_is_read_from_its_pieces(kind):
     check_into(lambda theta, *pieces: (theta - 0.1 * torch.cat(pieces, 1),), theta, *pieces)
 
 
+def test_what_a_mask_shuts_out_is_not_computed():
+    x, w, head = normal(4, 5, 6), normal(4, 30), torch.arange(36, device=DEVICE) >= 30
+    parts = lambda x, w: (torch.bmm(x.mT, x[:, :, :5]).flatten(1).sin(), w[:, :6].cos())
+
+    def masked(x, w):
+        return torch.where(head, torch.cat(parts(x, w), 1), 0.0) + 1, torch.where(
+            head, torch.cat(parts(x, w), -1), x[0, 0, 0]
+        )
+
+    program = check(masked, x, w)
+    assert not any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
+    read_elsewhere = lambda x, w: (torch.where(head, g := torch.cat(parts(x, w), 1), 0.0), g)
+    half = torch.arange(36, device=DEVICE) >= 29  # lets one number of the product through
+    for function in (read_elsewhere, lambda x, w: (torch.where(half, torch.cat(parts(x, w), 1), 0.0),)):
+        program = check(function, x, w)
+        assert any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
+    one, two = ((n, record(masked, x[:n], w[:n])) for n in (4, 3))
+    same(Program(Rows(one, two)(2))(x[:2], w[:2]), masked(x[:2], w[:2]))  # pyright: ignore[reportArgumentType]
+
+
 def test_pieces_that_somebody_else_needs():
     theta, pieces = normal(4, 1000), [normal(*shape, seed=1 + at) for at, shape in enumerate(PIECES)]
 

@@ -15,6 +15,7 @@ from perfed.catalog import methods
 from perfed.core import operators
 from perfed.core.clients import Clients, Split
 from perfed.core.convolution import Layer
+from perfed.core.data import Batch
 from perfed.core.errors import Problem
 from perfed.core.messages import Up
 from perfed.core.model import Model
@@ -236,3 +237,19 @@ def test_what_is_kept_is_no_wrapper():
         table = random._table(n, torch.device("cpu"))
         assert not torch._is_functional_tensor(table)
         assert table.data_ptr() != 0
+
+
+def test_a_gradient_of_the_head_alone_goes_back_no_further():
+    """FedRep's first phase moves only the head, and so does the second gradient of FedRoD's step."""
+    rod, rep = (methods()[name].load()(Model(small_cnn), lr=0.05) for name in ("fedrod", "fedrep"))
+    theta, x, y = torch.randn(4, rod.model.width), torch.randn(4, 5, 3, 8, 8), torch.randint(3, (4, 5))
+
+    def back_through_convolutions(step):
+        batched = vmap(lambda theta, x, y: step(theta, Batch(x, y, None, torch.zeros(2, dtype=torch.long))))
+        return sum("convolution_backward" in str(n.target) for n in record(batched, theta, x, y).nodes)
+
+    descent = lambda only: lambda theta, batch: rep._descent(type(rep).gradient, only, (theta, theta[:0]), batch, ())
+    assert back_through_convolutions(descent("head")) == 0
+    assert back_through_convolutions(descent("body")) == 1
+    both = lambda theta, batch: rod.step((theta, theta[:0], 0 * theta, theta[:0]), batch, theta[:3])
+    assert back_through_convolutions(both) == 1

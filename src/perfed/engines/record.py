@@ -31,8 +31,35 @@ def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph
     with recorder:
         results = torch.func.functionalize(function, remove="mutations")(*given)
     recorder.graph.output([recorder.node(r) for r in results])
+    _shut_out(recorder.graph)
     recorder.graph.eliminate_dead_code()
     return recorder.graph
+
+
+def _shut_out(graph: fx.Graph) -> None:
+    """Parts of a gradient that a mask lets nothing through of are 0, so that what computes them is dead code.
+
+    A step that moves only the head, as in FedRep and FedRoD, then goes back no further than the head.
+    """
+    aten = torch.ops.aten
+    for node in graph.find_nodes(op="call_function", target=aten.where.self):
+        mask, joined, _ = node.args
+        if mask.op != "get_attr" or joined.target is not aten.cat.default or len(joined.users) > 1:
+            continue
+        shape, dtype = shape_of(joined), kind_of(joined).dtype
+        through = held(graph, mask)
+        if len(shape) != 2 or joined.args[1:] not in ((1,), (-1,)) or through.shape != shape[1:]:
+            continue
+        pieces, end = list(joined.args[0]), 0
+        for at, piece in enumerate(pieces):
+            begin, end = end, end + shape_of(piece)[-1]
+            if end > begin and not through[begin:end].any():
+                with graph.inserting_before(joined):
+                    zero = graph.call_function(aten.zeros.default, ([1],), {"dtype": dtype, "device": through.device})
+                    pieces[at] = graph.call_function(aten.expand.default, (zero, [shape[0], end - begin]))
+                zero.meta["val"] = Kind((1,), (1,), dtype)
+                pieces[at].meta["val"] = Kind((shape[0], end - begin), (0, 0), dtype)
+        joined.update_arg(0, pieces)
 
 
 class _Recorder(TorchDispatchMode):
