@@ -685,6 +685,11 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     lines = result.lines(made, tmp_path)
     assert [(line["seeds"], line["diverged"], line["value"]) for line in lines] == [(0, 1, None)] * 2
     assert [row[2] for row in cells(made, lines, "c10-25")] == ["diverged", "diverged"]
+    smaller = [word.replace("train.lr=1e15", "train.lr=0.1") for word in small]  # of which nothing is known
+    other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["local"], 1)
+    for look in (lambda: result.lines(other, tmp_path), lambda: carry_out(other, tmp_path, Console(quiet=True), {})):
+        with pytest.raises(Problem, match=r"local.seed_0' was run with other settings \(train\)"):
+            look()
 
 
 WATCHED = """

@@ -92,6 +92,7 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
     cohorts are batches, the seeds of a row are one batch; elsewhere one cell follows another. This is the one place
     where cells are run.
     """
+    check_finished(protocol, out)
     left = list(missing(protocol, out))
     at = 0
     for some in _batches(left, protocol, how):
@@ -167,6 +168,15 @@ def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: C
     for one, experiment in zip(some, experiments, strict=True):
         if one.first:
             welcome(prepare(experiment.config), one)
+
+
+def check_finished(protocol: Protocol, out: Path) -> None:
+    """Refuse a table of which a cell was finished, or diverged, with other settings than it has now."""
+    for column in protocol.columns:
+        for row in protocol.rows:
+            for one in (cell(protocol, out, column, row, seed) for seed in range(protocol.seeds)):
+                if (one.done or one.diverged) and one.column in protocol.columns:
+                    check_settings(one, protocol.config(one.column, row, one.seed))
 
 
 def check_settings(one: Cell, config: Config) -> None:

@@ -13,7 +13,7 @@ from perfed import metrics
 from perfed.core.errors import Problem
 from perfed.provenance import together
 from perfed.tables.agree import interval, kendall, same_order, spearman
-from perfed.tables.cells import cell, check_settings
+from perfed.tables.cells import cell, check_finished
 from perfed.tables.protocol import RULES, Protocol
 from perfed.tables.scores import scores
 
@@ -29,14 +29,13 @@ def found(protocol: Protocol, out: Path, column: str, row: str) -> dict[int, dic
     for seed in range(protocol.seeds):
         one = cell(protocol, out, column, row, seed)
         if one.done:
-            if one.column in protocol.columns:
-                check_settings(one, protocol.config(one.column, row, seed))
             seeds[seed] = scores(one, *how)
     return seeds
 
 
 def lines(protocol: Protocol, out: Path, command: str = "") -> list[Line]:
     """One flat dict for every column and row; numbers are percent, None where there is none."""
+    check_finished(protocol, out)
     made = []
     for column in protocol.columns:
         seeds = {row: found(protocol, out, column, row) for row in protocol.rows}
