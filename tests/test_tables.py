@@ -389,6 +389,7 @@ def smallest(row, out):
 
 def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     from perfed.report.table_text import body
+    from perfed.tables.make import write
 
     made = smallest("local", tmp_path)
     (place,) = tmp_path.rglob("clients.json")
@@ -400,6 +401,9 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, table)
     (tmp_path / "kept.csv").write_text(result.to_csv(table))
     assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, result.from_csv(tmp_path / "kept.csv"))
+    drawn = [one.with_suffix(".svg").read_text() for one in write(made, tmp_path, table) if one.suffix == ".png"]
+    assert drawn
+    assert all("CIFAR10, 25 clients (pixels rounded to 6 bits) -->" in one for one in drawn)
 
 
 def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from perfed import files
-from perfed.report.table_text import report
+from perfed.report.table_text import column_title, report
 from perfed.tables.cells import carry_out
 from perfed.tables.protocol import RESULTS, Protocol, folder
 from perfed.tables.result import Line, agreement, from_csv, lines, to_csv
@@ -43,7 +44,8 @@ def write(protocol: Protocol, out: Path, table: list[Line]) -> list[Path]:
     from perfed.report.table_figures import draw
 
     out.mkdir(parents=True, exist_ok=True)
-    pictures = draw(protocol, out)
+    columns = {c: replace(one, title=column_title(protocol, table, c)) for c, one in protocol.columns.items()}
+    pictures = draw(replace(protocol, columns=columns), out)
     base = out / file_name(protocol)
     about: dict[str, Any] = {"table": protocol.name, "title": protocol.title, "label": protocol.label, "lines": table}
     about["agreement"] = {column: agreement(table, column) for column in protocol.columns}
