@@ -246,7 +246,8 @@ def test_what_a_mask_shuts_out_is_not_computed():
     assert not any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
     read_elsewhere = lambda x, w: (torch.where(head, g := torch.cat(parts(x, w), 1), 0.0), g)
     half = torch.arange(36, device=DEVICE) >= 29  # lets one number of the product through
-    for function in (read_elsewhere, lambda x, w: (torch.where(half, torch.cat(parts(x, w), 1), 0.0),)):
+    twice = lambda x, w: (torch.where(head, g := torch.cat(parts(x, w), 1), g),)
+    for function in (read_elsewhere, twice, lambda x, w: (torch.where(half, torch.cat(parts(x, w), 1), 0.0),)):
         program = check(function, x, w)
         assert any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
     one, two = ((n, record(masked, x[:n], w[:n])) for n in (4, 3))

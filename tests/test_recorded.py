@@ -239,9 +239,10 @@ def test_what_is_kept_is_no_wrapper():
         assert table.data_ptr() != 0
 
 
-def test_a_gradient_of_the_head_alone_goes_back_no_further():
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_gradient_of_the_head_alone_goes_back_no_further(decay):
     """FedRep's first phase moves only the head, and so does the second gradient of FedRoD's step."""
-    rod, rep = (methods()[name].load()(Model(small_cnn), lr=0.05) for name in ("fedrod", "fedrep"))
+    rod, rep = (methods()[name].load()(Model(small_cnn), weight_decay=decay) for name in ("fedrod", "fedrep"))
     theta, x, y = torch.randn(4, rod.model.width), torch.randn(4, 5, 3, 8, 8), torch.randint(3, (4, 5))
 
     def back_through_convolutions(step):

@@ -406,6 +406,26 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     assert all("CIFAR10, 25 clients (pixels rounded to 6 bits) -->" in one for one in drawn)
 
 
+def test_how_many_seeds_a_difference_has(tmp_path):
+    from rich.console import Console
+
+    from perfed.report.table_text import cells
+    from perfed.tables.cells import carry_out
+
+    def asked(table, rows, seeds):
+        sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+        return protocol.chosen(protocol.reduced(protocol.find(table), sets, True), [], rows, seeds)
+
+    for rows, seeds in ((["local", "pgfed"], 1), (["fedavg"], 2)):
+        carry_out(asked("pgfed-1", rows, seeds), tmp_path, Console(quiet=True), {"engine": "sequential"})
+    for table, known in (("pgfed-1", 2), ("pgfed-3", 1)):  # a gain needs Local's run of the same seed
+        made = asked(table, ["local", "fedavg", "pgfed"], 2)
+        lines = {line["row"]: line for line in result.lines(made, tmp_path)}
+        assert (lines["fedavg"]["seeds"], lines["fedavg"]["ahead_seeds"]) == (known, 1)
+        text = next(row for row in cells(made, list(lines.values()), "c10-25") if row[0] == "FedAvg")
+        assert ("(1 of 2 seeds)" in text[-2]) == (known == 2)
+
+
 def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):
     from perfed.report.table_figures import draw
 
@@ -692,8 +712,19 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     smaller = [word.replace("train.lr=1e15", "train.lr=0.1") for word in small]  # of which nothing is known
     other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["local"], 1)
     for look in (lambda: result.lines(other, tmp_path), lambda: carry_out(other, tmp_path, Console(quiet=True), {})):
-        with pytest.raises(Problem, match=r"local.seed_0' was run with other settings \(train\)"):
+        with pytest.raises(
+            Problem, match=r"local.seed_0' was run with other settings \(train\).* and seed_0.json beside"
+        ):
             look()
+    first = tmp_path / made.cells / "c10-25"
+    begun = json.loads((first / "fedavg/seed_0.json").read_text())
+    begun.pop("diverged")  # as if it had been interrupted
+    (first / "fedavg/seed_0.json").write_text(json.dumps(begun))
+    other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["pgfed", "fedavg"], 1)
+    assert [line["seeds"] for line in result.lines(other, tmp_path)] == [0, 0]
+    with pytest.raises(Problem, match=r"fedavg.seed_0' was run with other settings"):  # before anything is run
+        carry_out(other, tmp_path, Console(quiet=True), {})
+    assert not (first / "pgfed").exists()
 
 
 WATCHED = """

@@ -154,10 +154,11 @@ class Method(ABC):
 
     def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
         """One optimiser step; what is outside `only` gets no gradient, no decay, no momentum."""
-        if self.weight_decay:
-            g = g + self.weight_decay * (self.model.weights.only(theta) if self.model.fixed else theta)
         if only is not None:
-            g = self.model.part(only).only(g)
+            g = self.model.part(only).only(g)  # before the decay: an engine sees that the rest is not needed
+        if self.weight_decay:
+            decayed = self.model.weights.only(theta) if self.model.fixed else theta
+            g = g + self.weight_decay * (decayed if only is None else self.model.part(only).only(decayed))
         if self.optimizer == "sgd":
             moved, state = sgd(theta, state, g, self.lr, self.momentum, self.nesterov)
         else:

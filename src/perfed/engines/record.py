@@ -37,18 +37,20 @@ def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph
 
 
 def _shut_out(graph: fx.Graph) -> None:
-    """Parts of a gradient that a mask lets nothing through of are 0, so that what computes them is dead code.
+    """Replace the parts of a gradient that a constant mask shuts out by zeros: what computes them is then dead code.
 
-    A step that moves only the head, as in FedRep and FedRoD, then goes back no further than the head.
+    A step that moves only the head, as in FedRep and FedRoD, goes back no further than the head.
     """
     aten = torch.ops.aten
     for node in graph.find_nodes(op="call_function", target=aten.where.self):
-        mask, joined, _ = node.args
-        if mask.op != "get_attr" or joined.target is not aten.cat.default or len(joined.users) > 1:
+        mask, joined, other = node.args
+        if mask.op != "get_attr" or joined.target is not aten.cat.default:
+            continue
+        if joined is other or len(joined.users) > 1:  # its numbers are read without the mask, too
             continue
         shape, dtype = shape_of(joined), kind_of(joined).dtype
         through = held(graph, mask)
-        if len(shape) != 2 or joined.args[1:] not in ((1,), (-1,)) or through.shape != shape[1:]:
+        if len(shape) != 2 or joined.args[1:] not in ((1,), (-1,)) or through.shape != shape[1:] or not through.any():
             continue
         pieces, end = list(joined.args[0]), 0
         for at, piece in enumerate(pieces):

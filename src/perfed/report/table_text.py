@@ -75,6 +75,9 @@ def _cells(protocol: Protocol, line: Line, here: list[Line]) -> tuple[str, ...]:
     ahead = "-"
     if line["ahead"] is not None:
         ahead = f"{line['ahead']:+.2f} [{line['ahead_low']:+.2f}, {line['ahead_high']:+.2f}]"
+        both = line.get("ahead_seeds", line["seeds"])
+        if both < line["seeds"]:  # of the others the own method has no run yet
+            ahead += f" ({both:.0f} of {line['seeds']:.0f} seeds)"
     return (title, paper, value, difference, *more, ahead, seeds)
 
 

@@ -92,7 +92,7 @@ def carry_out(protocol: Protocol, out: Path, console: Console, how: dict[str, An
     cohorts are batches, the seeds of a row are one batch; elsewhere one cell follows another. This is the one place
     where cells are run.
     """
-    check_finished(protocol, out)
+    check_cells(protocol, out)
     left = list(missing(protocol, out))
     at = 0
     for some in _batches(left, protocol, how):
@@ -170,12 +170,15 @@ def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: C
             welcome(prepare(experiment.config), one)
 
 
-def check_finished(protocol: Protocol, out: Path) -> None:
-    """Refuse a table of which a cell was finished, or diverged, with other settings than it has now."""
+def check_cells(protocol: Protocol, out: Path, *, ended: bool = False) -> None:
+    """Refuse a table of which a cell was begun with other settings than it has now; `ended`: only those with a result.
+
+    A longer run that a cell is read from is checked where its own column is asked for.
+    """
     for column in protocol.columns:
         for row in protocol.rows:
             for one in (cell(protocol, out, column, row, seed) for seed in range(protocol.seeds)):
-                if (one.done or one.diverged) and one.column in protocol.columns:
+                if one.column in protocol.columns and (one.done or one.diverged or not ended):
                     check_settings(one, protocol.config(one.column, row, one.seed))
 
 
@@ -194,7 +197,8 @@ def check_settings(one: Cell, config: Config) -> None:
             before = {key: v for key, v in was.get(name, {}).items() if name != "run" or key not in NEUTRAL}
             same = all(before[key] == value for key, value in table.items() if key in before)
         if not same:
-            raise Problem(f"'{one.folder}' was run with other settings ({name}): choose another --out, or remove it")
+            where = f"'{one.folder}' was run with other settings ({name})"
+            raise Problem(f"{where}: choose another --out, or remove it and {one.record.name} beside it")
 
 
 def _keep_settings(one: Cell, config: Config) -> None:

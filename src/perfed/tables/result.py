@@ -13,7 +13,7 @@ from perfed import metrics
 from perfed.core.errors import Problem
 from perfed.provenance import together
 from perfed.tables.agree import interval, kendall, same_order, spearman
-from perfed.tables.cells import cell, check_finished
+from perfed.tables.cells import cell, check_cells
 from perfed.tables.protocol import RULES, Protocol
 from perfed.tables.scores import scores
 
@@ -35,7 +35,7 @@ def found(protocol: Protocol, out: Path, column: str, row: str) -> dict[int, dic
 
 def lines(protocol: Protocol, out: Path, command: str = "") -> list[Line]:
     """One flat dict for every column and row; numbers are percent, None where there is none."""
-    check_finished(protocol, out)
+    check_cells(protocol, out, ended=True)
     made = []
     for column in protocol.columns:
         seeds = {row: found(protocol, out, column, row) for row in protocol.rows}
@@ -70,7 +70,7 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
     if protocol.kind == "accuracy":
         line["value"], line["value_std"] = line[protocol.rule], line[f"{protocol.rule}_std"]
     elif protocol.kind == "gain":
-        line["value"], line["value_std"] = line["gain"], line["gain_std"]
+        line["value"], line["value_std"], line["seeds"] = line["gain"], line["gain_std"], len(both)
     else:
         reached = [_reached(s, protocol.target) for s in mine.values()]
         known = [r for r in reached if r is not None]
@@ -122,7 +122,7 @@ def _reached(score: dict[str, Any], target: float) -> int | None:
 
 def _ahead(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, Any]]) -> Line:
     """The paper's own method minus this row, over clients and seeds, with an interval."""
-    none: Line = {"ahead": None, "ahead_low": None, "ahead_high": None}
+    none: Line = {"ahead": None, "ahead_low": None, "ahead_high": None, "ahead_seeds": 0}
     own = seeds.get(protocol.own, {})
     both = [seed for seed in own if seed in seeds[row]]
     if not both or row == protocol.own:
@@ -133,7 +133,8 @@ def _ahead(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int,
     difference = 100 * np.stack(rows)
     crossed = protocol.columns[column].parts["data"].get("partition_seed") is not None
     low, high = interval(difference, crossed)
-    return {"ahead": float(np.nanmean(difference)), "ahead_low": low, "ahead_high": high}
+    mean = float(np.nanmean(difference))
+    return {"ahead": mean, "ahead_low": low, "ahead_high": high, "ahead_seeds": len(both)}
 
 
 def agreement(table: list[Line], column: str) -> Line | None:
