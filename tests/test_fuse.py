@@ -238,9 +238,8 @@ def test_what_a_mask_shuts_out_is_not_computed():
     parts = lambda x, w: (torch.bmm(x.mT, x[:, :, :5]).flatten(1).sin(), w[:, :6].cos())
 
     def masked(x, w):
-        return torch.where(head, torch.cat(parts(x, w), 1), 0.0) + 1, torch.where(
-            head, torch.cat(parts(x, w), -1), x[0, 0, 0]
-        )
+        one, other = torch.cat(parts(x, w), 1), torch.cat(parts(x, w), -1)
+        return torch.where(head, one, 0.0) + 1, torch.where(head, other, x[0, 0, 0])
 
     program = check(masked, x, w)
     assert not any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)

@@ -375,14 +375,18 @@ def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path
     assert result.lines(table(), out) == lines
 
 
-def smallest(row, out):
-    """One cell of the reduced PGFed table, run for one round."""
+def smallest(table, rows, seeds=1):
+    """Some rows of a reduced table, of one round."""
+    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
+    return protocol.chosen(protocol.reduced(protocol.find(table), sets, True), [], rows, seeds)
+
+
+def ran(made, out):
+    """The same table, with its cells run."""
     from rich.console import Console
 
     from perfed.tables.cells import carry_out
 
-    sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
-    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], [row], 1)
     carry_out(made, out, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
     return made
 
@@ -391,7 +395,7 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     from perfed.report.table_text import body
     from perfed.tables.make import write
 
-    made = smallest("local", tmp_path)
+    made = ran(smallest("pgfed-1", ["local"]), tmp_path)
     (place,) = tmp_path.rglob("clients.json")
     about = json.loads(place.read_text())
     assert "note" not in about["partition"]
@@ -407,19 +411,12 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
 
 
 def test_how_many_seeds_a_difference_has(tmp_path):
-    from rich.console import Console
-
     from perfed.report.table_text import cells
-    from perfed.tables.cells import carry_out
 
-    def asked(table, rows, seeds):
-        sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
-        return protocol.chosen(protocol.reduced(protocol.find(table), sets, True), [], rows, seeds)
-
-    for rows, seeds in ((["local", "pgfed"], 1), (["fedavg"], 2)):
-        carry_out(asked("pgfed-1", rows, seeds), tmp_path, Console(quiet=True), {"engine": "sequential"})
+    ran(smallest("pgfed-1", ["local", "pgfed"]), tmp_path)
+    ran(smallest("pgfed-1", ["fedavg"], seeds=2), tmp_path)
     for table, known in (("pgfed-1", 2), ("pgfed-3", 1)):  # a gain needs Local's run of the same seed
-        made = asked(table, ["local", "fedavg", "pgfed"], 2)
+        made = smallest(table, ["local", "fedavg", "pgfed"], seeds=2)
         lines = {line["row"]: line for line in result.lines(made, tmp_path)}
         assert (lines["fedavg"]["seeds"], lines["fedavg"]["ahead_seeds"]) == (known, 1)
         text = next(row for row in cells(made, list(lines.values()), "c10-25") if row[0] == "FedAvg")
@@ -429,7 +426,7 @@ def test_how_many_seeds_a_difference_has(tmp_path):
 def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):
     from perfed.report.table_figures import draw
 
-    made = smallest("pgfed", tmp_path)
+    made = ran(smallest("pgfed-1", ["pgfed"]), tmp_path)
     kinds = lambda: [path.name for path in draw(made, tmp_path) if "matrix" in path.name]
     assert kinds() == ["pgfed-1-reduced-matrix-c10-25.png"]
     (server,) = tmp_path.rglob("server.safetensors")
