@@ -22,10 +22,10 @@ run: $(READY)  ## The main job: train Local, FedAvg and PGFed on digits and comp
 	$(BIN)/perfed run $(ARGS)
 
 test: check  ## Lint, types, and the tests that are quick
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-all: check  ## The same, with the slow tests
-	$(BIN)/python -m pytest -n 2 -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 check: $(READY)  ## Lint, format and types
 	$(BIN)/ruff check .

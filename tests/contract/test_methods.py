@@ -15,6 +15,9 @@ each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.
 each_short_method = pytest.mark.parametrize(
     "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
 )
+each_seeded_method = pytest.mark.parametrize(
+    "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name not in SEEDED), id=e.name) for e in METHODS]
+)
 
 
 def cases():
@@ -37,17 +40,9 @@ def test_engine_equals_sequential(entry, network, engine):
     contract.check_engines(entry, network, engine)
 
 
-FORMS = ("pgfed",)  # a step with all that one can have: several carries, and a mean; the slow tests take all methods
-
-
-@pytest.mark.parametrize("entry", [methods()[name] for name in FORMS], ids=lambda entry: entry.name)
-def test_compiled_equals_plain(entry):
-    contract.check_compiled(entry)
-
-
 @pytest.mark.slow
 @each_method
-def test_compiled_equals_plain_for_all(entry):
+def test_compiled_equals_plain(entry):
     contract.check_compiled(entry, twice=True)
 
 
@@ -69,11 +64,7 @@ def test_inductor_equals_plain_for_all(entry):
     contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [pytest.param(e, marks=[] if e.name in SEEDED else [pytest.mark.slow]) for e in METHODS],
-    ids=lambda entry: entry.name,
-)
+@each_seeded_method
 def test_several_runs_in_one_batch_equal_each_alone(entry):
     contract.check_together(entry)
 
@@ -113,7 +104,7 @@ def test_every_hyperparameter_matters(entry):
     contract.check_settings(entry)
 
 
-@each_short_method
+@each_seeded_method
 def test_learns_where_clients_disagree(entry):
     contract.check_learns(entry)
 
