@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 
 pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
 from perfed import contract
@@ -10,11 +11,13 @@ from perfed.catalog import methods
 from perfed.core import tuning
 from perfed.core.clients import Clients, Split
 from perfed.core.data import Plan
-from perfed.core.model import Model
+from perfed.core.fast import fast
+from perfed.core.model import Batch, Model
 from perfed.engines.sequential import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.federation import Federation
 from perfed.methods.fedavg import FedAvg
+from perfed.methods.fedfomo import FedFomo
 
 SIZES = (8, 3, 7, 5)  # few steps, because interpreted kernels are slow; partial batches, and a client below one
 COHORTS = ((0, 1, 2), (1, 2, 3))
@@ -154,3 +157,33 @@ def test_images_in_single_precision(network, normal):
     contract.compare(found, expected, "with kernels", tolerance=1e-4)
     start = make().model.init(0)
     assert contract.difference(expected.server, start) > 1e-3  # it moved, far more than what is allowed above
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("network", [lenet, residual])
+def test_several_models_of_a_client(network, capfd):
+    """FedFomo scores the models it downloads in a vmap of its own: all clients' are rows of one block."""
+    clients = images((5, 4, 3))
+    make = lambda: FedFomo(Model(network), lr=0.1, epochs=1, batch_size=4, downloads=2, warmup=0)
+    run = lambda fast: contract.play(Vectorised(make(), clients, seed=5, fast=fast), [(0, 1), (0, 2)])
+    found, expected = run(True), run(False)
+    contract.compare(found, expected, "with kernels", tolerance=1e-4)
+    assert "performance drop" not in capfd.readouterr().err
+
+
+def test_a_gradient_through_a_clients_own_vmap():
+    """Of several models of one client: kernels have no gradient there, so PyTorch's layers are used."""
+    model, draw = Model(residual), torch.Generator().manual_seed(3)
+    start = model.init(0)
+    thetas = start + 0.01 * torch.randn(2, 3, len(start), generator=draw)
+    x, y = torch.rand(2, 2, 3, 16, 16, generator=draw), torch.tensor([[0, 1], [2, 3]])
+
+    def gradient(thetas, x, y):
+        loss = lambda theta: model.loss(theta, Batch(x, y, None, torch.zeros(())))[0]
+        return grad(lambda many: vmap(loss)(many).square().sum())(thetas)
+
+    expected = vmap(gradient)(thetas, x, y)
+    with fast():
+        assert torch.equal(vmap(gradient)(thetas, x, y), expected)
+    assert expected.abs().sum() > 0

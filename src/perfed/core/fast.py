@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 
 _on = False
 _kernels = False  # whether an engine with kernels was made: then they may be used around it, too
@@ -26,7 +31,12 @@ def fast() -> Iterator[None]:
 
 def covered(*tensors: Tensor) -> bool:
     """Whether the cohort's kernels may be used for these: a block of float32 numbers, in a fast engine."""
-    return _on and tensors[0].dtype == torch.float32 and any(map(is_functorch_wrapped_tensor, tensors))
+    if not _on or tensors[0].dtype != torch.float32 or not any(map(is_functorch_wrapped_tensor, tensors)):
+        return False
+    # A gradient through a client's own vmap: kernels know their gradients inside the innermost vmap alone.
+    kinds = [one.key() for one in get_interpreter_stack() or ()]
+    maps = [at for at, kind in enumerate(kinds) if kind == TransformType.Vmap]
+    return bool(maps) and TransformType.Grad not in kinds[: maps[-1]]
 
 
 def use_kernels() -> None:

@@ -50,7 +50,7 @@ def _op_conv_grad(
     return backward(g, x, taps, y, which, _layer(layer), (channels[0], channels[1]), bias, need)
 
 
-for _name, _function in {
+_FUNCTIONS = {
     "uniform": kernels.uniform_rows,
     "conv": _op_conv,
     "conv_grad": _op_conv_grad,
@@ -58,7 +58,8 @@ for _name, _function in {
     "group_norm_grad": kernels.normalise_grad,
     "cross_entropy": kernels.loss,
     "cross_entropy_grad": kernels.loss_grad,
-}.items():
+}
+for _name, _function in _FUNCTIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
@@ -68,6 +69,23 @@ def _rows(count: int, dims: Any, *tensors: Tensor | None) -> list[Any]:
         t if t is None else t.movedim(d, 0) if d is not None else t.expand(count, *t.shape)
         for t, d in zip(tensors, dims, strict=False)
     ]
+
+
+def _in_one_block(name: str) -> None:
+    """A client's own vmap, over several models, asks for its rows alone: the rows of all clients are one block."""
+    operator = getattr(torch.ops.perfed, name).default
+
+    def rule(info: Any, dims: Any, *args: Any) -> Any:
+        rows = lambda t, d: _rows(info.batch_size, (d,), t)[0].flatten(0, 1) if isinstance(t, Tensor) else t
+        found = operator(*map(rows, args, dims))
+        apart = lambda t: t.unflatten(0, (info.batch_size, -1))
+        return (apart(found), 0) if isinstance(found, Tensor) else (tuple(map(apart, found)), (0,) * len(found))
+
+    torch.library.register_vmap(f"perfed::{name}", rule, lib=_LIBRARY)
+
+
+for _name in _FUNCTIONS:
+    _in_one_block(_name)
 
 
 class _ForBlocks(torch.autograd.Function):
