@@ -7,7 +7,7 @@ from pathlib import Path
 from perfed.report.table_text import body
 from perfed.report.tables import markdown
 from perfed.tables import protocol
-from perfed.tables.make import file_name, kept
+from perfed.tables.make import file_name, kept, without_run
 from perfed.tables.protocol import Protocol
 from perfed.tables.result import from_csv
 from perfed.tables.tuned import chosen_on
@@ -60,7 +60,19 @@ def _results(made: Protocol) -> str:
     pictures = [one for one in (kept(made).parent / picture for picture in names) if one.is_file()]
     text = [f"**{name}**" + (f": {made.label}" if made.label else ""), "", body(shown, table, full=False)]
     text += [f"Not run: {'; '.join(left)}.\n"] * bool(left)
+    text += _lost(shown)
     return "\n".join(text + [f"![{one.stem}]({_link(one)})\n" for one in pictures])
+
+
+def _lost(made: Protocol) -> list[str]:
+    """Which numbers cannot be read off a kept run again."""
+    seed = lambda seeds: f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {', '.join(map(str, seeds))}"
+    said = [
+        f"- {made.columns[column].title}: "
+        + ", ".join(f"{made.rows[row].title} ({seed(seeds)})" for row, seeds in rows.items())
+        for column, rows in without_run(made).items()
+    ]
+    return ["Of these runs nothing is kept but what stands here and in the pictures:", "", *said, ""] if said else []
 
 
 def _link(picture: Path) -> str:

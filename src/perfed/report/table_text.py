@@ -78,6 +78,8 @@ def _cells(protocol: Protocol, line: Line, here: list[Line]) -> tuple[str, ...]:
         both = line.get("ahead_seeds", line["seeds"])
         if both < line["seeds"]:  # of the others the own method has no run yet
             ahead += f" ({both:.0f} of {line['seeds']:.0f} seeds)"
+        elif both > line["seeds"]:  # gains count the seeds that Local has, too
+            ahead += f" ({both:.0f} seeds)"
     return (title, paper, value, difference, *more, ahead, seeds)
 
 

@@ -14,6 +14,8 @@ from perfed.tables.cells import carry_out
 from perfed.tables.protocol import RESULTS, Protocol, folder
 from perfed.tables.result import Line, agreement, from_csv, lines, to_csv
 
+NOT_KEPT = "not-kept.json"  # which results have no run in an archive: table, column, row, seeds
+
 
 def file_name(protocol: Protocol) -> str:
     """The name of a table's files; a changed one never overwrites the other."""
@@ -23,6 +25,14 @@ def file_name(protocol: Protocol) -> str:
 def kept(protocol: Protocol) -> Path:
     """Where the results that come with perfed are."""
     return folder() / RESULTS / f"{file_name(protocol)}.csv"
+
+
+def without_run(protocol: Protocol) -> dict[str, dict[str, list[int]]]:
+    """Of the kept results, the seeds of each column and row whose run is in no archive: their line is all there is."""
+    path = folder() / RESULTS / NOT_KEPT
+    every = files.read_json(path).get(protocol.cells, {}) if path.is_file() and not protocol.changed else {}
+    mine = {column: {row: some[row] for row in protocol.rows if row in some} for column, some in every.items()}
+    return {column: mine[column] for column in protocol.columns if mine.get(column)}
 
 
 def make(
