@@ -229,6 +229,10 @@ def compare(
     sets: Sets = None,
     seeds: Annotated[int, typer.Option(help="How many seeds, counted up from --seed.", min=1, max=1000)] = 3,
     metrics: Annotated[bool, typer.Option("--metrics", help="Also spread, fairness, convergence and cost.")] = False,
+    target: Annotated[
+        float | None,
+        typer.Option(help="The same, and what it took to get to this mean test accuracy.", min=0, max=1),
+    ] = None,
     out: Out = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -242,10 +246,12 @@ def compare(
 
     folder = create(made, seeds, out)
     with _interruptible(lambda: folder):
-        _compared(folder, console, json, metrics)
+        _compared(folder, console, json, metrics or target is not None, target)
 
 
-def _compared(folder: Path, console: Console, json_wanted: bool, more: bool = False) -> None:
+def _compared(
+    folder: Path, console: Console, json_wanted: bool, more: bool = False, target: float | None = None
+) -> None:
     from perfed.compare import HEADINGS, carry_out, lines
     from perfed.report.tables import remarks, rich_table
 
@@ -259,8 +265,8 @@ def _compared(folder: Path, console: Console, json_wanted: bool, more: bool = Fa
         from perfed import metrics
         from perfed.results import Run
 
-        result["metrics"] = metrics.of_runs([Run(place) for place in result["methods"][0]["runs"]])
-        for one in metrics.as_tables(result["metrics"]):
+        result["metrics"] = metrics.of_runs([Run(place) for place in result["methods"][0]["runs"]], target)
+        for one in metrics.as_tables(result["metrics"], target):
             talk.print()
             talk.print(rich_table(*one), soft_wrap=False)
     talk.print(f"\nreport   {folder / 'compare.md'}")

@@ -98,6 +98,7 @@ class RunConfig:
     scores: Literal["last", "every", "none"] = hyper(
         "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
     )
+    train_scores: bool = hyper(False, "evaluations look at the training samples, too")
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
     state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
     save_models: Literal["auto", "all", "none"] = hyper(

@@ -1,4 +1,4 @@
-"""What can be said about a finished run, from its logs: accuracy and how it is spread, convergence, bytes, arithmetic.
+"""What can be said about a finished run: accuracy and how it is spread, convergence, bytes, arithmetic, memory.
 
 Accuracies are shares, not percent. Where a client has no test samples its accuracy is NaN and it counts nowhere.
 """
@@ -15,6 +15,8 @@ import numpy as np
 from perfed import catalog
 from perfed.catalog import Entry
 from perfed.core.errors import Problem
+from perfed.core.messages import count_bytes
+from perfed.core.tree import leaves
 from perfed.observe.metrics import CLIENTS, ROUNDS, TIMES, read
 from perfed.results import Run
 
@@ -28,6 +30,7 @@ class Curves:
     val: np.ndarray  # [R, N]; NaN without validation samples
     loss: np.ndarray  # [R, N], on test samples
     samples: np.ndarray  # [N], test samples
+    train_loss: np.ndarray | None = None  # [R, N], on training samples; NaN unless these were scored
 
     @property
     def mean(self) -> np.ndarray:
@@ -51,8 +54,9 @@ def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Cu
         if until and line["round"] > until:
             break
         scores = line[model]
-        one = found.setdefault(line["round"], np.full((3, len(place)), np.nan))
-        picked = (scores["test"]["accuracy"], scores.get("val", {}).get("accuracy"), scores["test"]["loss"])
+        one = found.setdefault(line["round"], np.full((4, len(place)), np.nan))
+        wanted = (("test", "accuracy"), ("val", "accuracy"), ("test", "loss"), ("train", "loss"))
+        picked = [scores.get(split, {}).get(key) for split, key in wanted]
         one[:, place[line["client"]]] = [np.nan if value is None else value for value in picked]
     if not found:
         early = f" up to round {until}" if log else ""
@@ -60,7 +64,7 @@ def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Cu
         raise Problem(f"'{run.path / method / CLIENTS}' has no scores{early}: {why}")
     rounds = np.array(list(found))
     table = np.stack(list(found.values()))
-    return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples)
+    return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples, table[:, 3])
 
 
 def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
@@ -118,7 +122,11 @@ def traffic(run: Run, method: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def system(run: Run, method: str, curve: Curves, target: float | None = None) -> dict[str, Any]:
-    """Bytes, rounds, arithmetic and time; with a target also what it took to get there."""
+    """Bytes, rounds, arithmetic and time; with a target also what it took to get there.
+
+    Local epochs to the target are passes with a gradient over a participant's training samples, as many as the method
+    makes: pFedMB's round of E epochs has 2 E.
+    """
     rounds, sent = traffic(run, method)
     out: dict[str, Any] = {"rounds": int(rounds[-1]), "bytes": int(sent[-1]), "flops": flops(run, method)}
     out["seconds"] = round(sum(line["seconds"] for line in read(run.path / method / TIMES)), 3)
@@ -127,6 +135,8 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
         reached = first_round(curve.rounds, curve.mean, target)
         out["rounds_to_target"] = reached
         out["bytes_to_target"] = None if reached is None else int(sent[rounds <= reached][-1])
+        each = None if reached is None else epochs(run, method)
+        out["epochs_to_target"] = None if each is None or reached is None else each * reached
     return out
 
 
@@ -137,13 +147,15 @@ def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any
     at = int(np.flatnonzero(curve.rounds == saved)[0])
     out: dict[str, Any] = {"method": method, **spread(curve.test[at], curve.samples)}
     out["loss"] = float(means(curve.loss)[at])
+    if curve.train_loss is not None and not np.isnan(curve.train_loss[at]).all():
+        out["train_loss"] = float(means(curve.train_loss)[at])
     out |= full_scores(run, method)
     if "local" in run.entries and method != "local":
         out["gain"] = gain(curve.test[at], run.accuracies("local"))
     start = next((m for m in ("before", "global") if m in others), None)
     if start:  # what personalisation added
         out["delta"] = gain(curve.test[at], run.accuracies(method, start))["mean"]
-    return {**out, **system(run, method, curve, target)}
+    return {**out, **system(run, method, curve, target), **memory(run, method)}
 
 
 FULL = ("macro_f1", "auc")
@@ -155,7 +167,28 @@ def full_scores(run: Run, method: str, model: str = "personal") -> dict[str, flo
     return {key: float(np.nanmean(each)) for key, each in found.items() if not np.isnan(each).all()}
 
 
-# ------------------------------------------------------------------ arithmetic
+# ------------------------------------------------------------------ memory and arithmetic
+
+
+def memory(run: Run, method: str) -> dict[str, int]:
+    """Bytes that stay from round to round: all that the server holds, and the private state of one client.
+
+    Counters are not counted. States keep their shapes, so this is their peak; what a round needs while it is computed
+    is the engine's affair.
+    """
+    from perfed.experiment import make_method
+
+    count = len(run.about["clients"])
+    made = make_method(run.config, run.entries[method], run.network, count)
+    tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
+    size = lambda state: count_bytes(tensors(state), made.model.width, made.model.size)
+    return {"server_state": size(made.init_server(count)), "client_state": size(made.init_client())}
+
+
+def epochs(run: Run, method: str) -> float | None:
+    """Gradient passes over a participant's training samples in one round, in the mean; None with stragglers."""
+    took, counts = _work(run, method)
+    return None if counts is None or not took[:, 0].sum() else float(counts[0] / took[:, 0].sum())
 
 
 def flops(run: Run, method: str) -> int | None:
@@ -165,17 +198,24 @@ def flops(run: Run, method: str) -> int | None:
     participant in every round, with the extra passes that the method makes, counted by `passes`. None where there were
     stragglers, who did a part of that.
     """
-    if run.config.run.stragglers:
+    _, counts = _work(run, method)
+    if counts is None:
         return None
+    forward, backward = network_flops(run.path)
+    return int(counts[0] * (forward + backward) + counts[1] * forward)
+
+
+def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
+    """(training and validation samples of all participations [m, 2], sample passes [with a gradient, without])."""
     sizes = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
     took = [sizes[name] for line in read(run.path / method / ROUNDS) for name in line["cohort"]]
     took = np.array(took).reshape(-1, 2)  # perhaps nobody ever answered
+    if run.config.run.stragglers:  # they did a part of it
+        return took, None
     entry = run.entries[method]
     settings = tuple(sorted(run.config.settings(entry).items()))
     per_train, per_val, fixed = passes(str(entry.file), settings)
-    forward, backward = network_flops(run.path)
-    counts = took[:, 0].sum() * per_train + took[:, 1].sum() * per_val + len(took) * fixed  # [gradients, forwards]
-    return int(counts[0] * (forward + backward) + counts[1] * forward)
+    return took, took[:, 0].sum() * per_train + took[:, 1].sum() * per_val + len(took) * fixed
 
 
 @functools.lru_cache(maxsize=64)
@@ -276,12 +316,22 @@ def _counting() -> Any:
     return Counting
 
 
-def as_tables(found: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Headings and cells of two tables of summaries: scores, and what they took."""
+Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and lines
+
+
+def as_tables(found: list[dict[str, Any]], target: float | None = None) -> list[Cells]:
+    """Headings and cells of the tables of summaries: scores, what they took, and what it took to get to a target."""
     from perfed.report.tables import score, signed, size
 
-    keys = ("mean", "pooled", "std", "p10", "worst10", "jain", "macro_f1", "auc", "loss")
-    words = {"p10": "10th percentile", "worst10": "worst tenth", "macro_f1": "macro F1", "auc": "AUC"}
+    keys = ["mean", "pooled", "std", "p10", "worst10", "jain", "macro_f1", "auc", "loss"]
+    keys += ["train_loss"] * any("train_loss" in one for one in found)
+    words = {
+        "train_loss": "training loss",
+        "p10": "10th percentile",
+        "worst10": "worst tenth",
+        "macro_f1": "macro F1",
+        "auc": "AUC",
+    }
     scores, cost = [], []
     for one in found:
         title = one.get("title", one["method"])
@@ -289,9 +339,27 @@ def as_tables(found: list[dict[str, Any]]) -> list[tuple[tuple[str, ...], list[t
         delta = "-" if "delta" not in one else signed(one["delta"])
         scores.append((title, *(score(one[key]) if key in one else "-" for key in keys), share, delta))
         arithmetic = "n/a" if one["flops"] is None else f"{one['flops']:.2e}"
-        cost.append((title, score(one["area"]), size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s"))
+        kept = [size(one[key]) for key in ("server_state", "client_state")]
+        cost.append((title, score(one["area"]), size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s", *kept))
     heads = ("", *(words.get(key, key) for key in keys), "gain above 0", "delta")
-    return [(heads, scores), (("", "area", "sent", "FLOPs", "time"), cost)]
+    tables = [(heads, scores), (("", "area", "sent", "FLOPs", "time", "server keeps", "client keeps"), cost)]
+    return tables if target is None else [*tables, _to_target(found, target)]
+
+
+def _to_target(found: list[dict[str, Any]], target: float) -> Cells:
+    """Rounds, local epochs and bytes until a mean accuracy, and the slowest method's rounds over one's own."""
+    from perfed.report.tables import size
+
+    slowest = max((one["rounds_to_target"] or 0 for one in found), default=0)
+    rows = []
+    for one in found:
+        title, rounds, passes = one.get("title", one["method"]), one["rounds_to_target"], one["epochs_to_target"]
+        if rounds is None:
+            rows.append((title, "not reached", "-", "-", "-"))
+        else:
+            took = "n/a" if passes is None else f"{passes:.1f}"
+            rows.append((title, f"{rounds:g}", f"{slowest / rounds:.1f}", took, size(one["bytes_to_target"])))
+    return ("", f"rounds to {target:g}", "speed-up", "local epochs", "sent"), rows
 
 
 def average(found: list[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from perfed.core.errors import Problem
 
@@ -72,10 +72,11 @@ def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> 
     from perfed.engines.vectorised import Vectorised
     from perfed.engines.workers import Workers
 
+    usual: dict[str, Any] = {"seed": run.seed, "train_scores": run.train_scores}
     if name == "workers":
-        return Workers(method, clients, seed=run.seed, workers=run.workers)
+        return Workers(method, clients, workers=run.workers, **usual)
     if name == "vectorised" and method.vectorised:
         few = tuple(2**power for power in range(13)) if run.compile else ()  # every number of rows compiles anew
         fast = can_record(run, str(method.model.device))
-        return Vectorised(method, clients, seed=run.seed, block=run.block, compile=run.compile, sizes=few, fast=fast)
-    return Sequential(method, clients, seed=run.seed)
+        return Vectorised(method, clients, block=run.block, compile=run.compile, sizes=few, fast=fast, **usual)
+    return Sequential(method, clients, **usual)

@@ -73,9 +73,17 @@ class Engine(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, method: Method, clients: Clients, *, seed: int = 0, wire: Transform = identity):
+    def __init__(
+        self,
+        method: Method,
+        clients: Clients,
+        *,
+        seed: int = 0,
+        wire: Transform = identity,
+        train_scores: bool = False,  # evaluations look at the training samples, too
+    ):
         self.method = method if method.population else replace(method, population=len(clients))
-        self.clients, self.seed, self.wire = clients, seed, wire
+        self.clients, self.seed, self.wire, self.train_scores = clients, seed, wire, train_scores
 
     def train(self, round: int, exchange: int, asked: Asked) -> tuple[State, Uploads]:
         """One exchange: every client's `local`; returns the new rows of states, and what they send."""
@@ -163,7 +171,8 @@ class Engine(ABC):
     @cached_property
     def splits(self) -> tuple[str, ...]:
         """What is evaluated."""
-        return tuple(name for name in ("val", "test") if len(self.clients.split(name).y))
+        names = ("train", "val", "test") if self.train_scores else ("val", "test")
+        return tuple(name for name in names if len(self.clients.split(name).y))
 
     @cached_property
     def _pieces(self) -> list[tuple[str, int, int]]:

@@ -107,7 +107,7 @@ def orders(protocol: Protocol, table: list[Line]) -> list[str]:
 
 METRICS = (
     *("", "deviation over clients", "10th percentile", "worst tenth", "Jain", "macro-F1", "AUC", "loss", "area"),
-    *("gain over Local", "gain above 0", "sent", "FLOPs", "time"),
+    *("gain over Local", "gain above 0", "sent", "FLOPs", "time", "server keeps", "client keeps"),
 )
 
 
@@ -126,6 +126,8 @@ def metric_cells(table: list[Line], column: str) -> list[tuple[str, ...]]:
         tail += [number(line["area"] and 100 * line["area"], "{:.2f}"), number(line["gain"], "{:+.2f}")]
         tail += [number(line["gain_positive"], "{:.0%}"), size(line["bytes"] or 0)]
         tail += [number(line["flops"], "{:.2e}"), number(line["seconds"], "{:.0f} s")]
+        kept = [line.get(key) for key in ("server_state", "client_state")]
+        tail += ["-" if one is None else size(one) for one in kept]
         rows.append((line["title"], *percent, *tail))
     return rows
 

@@ -25,7 +25,7 @@ _PARTS = (*SECTIONS, "train")
 # with other ones is the same table, among the same cells. Not here: eval_every (rules choose among evaluations),
 # precision and tf32 (numbers are rounded elsewhere).
 NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
-NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores"}
+NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores"}
 _COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
 _ROW = {"method", "title", "settings", "run", "times", "grid", "model", "cell", "paper", "std", "plain", "at", "note"}
 _ROW |= {"watch"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from perfed import metrics
 from perfed.core.errors import Problem
 from perfed.provenance import together
+from perfed.results import Run
 from perfed.tables.agree import interval, kendall, same_order, spearman
 from perfed.tables.cells import cell, check_cells
 from perfed.tables.protocol import RULES, Protocol
@@ -40,11 +42,21 @@ def lines(protocol: Protocol, out: Path, command: str = "") -> list[Line]:
     for column in protocol.columns:
         seeds = {row: found(protocol, out, column, row) for row in protocol.rows}
         made += [
-            _line(protocol, column, row, seeds, _diverged(protocol, out, column, row)) | {"command": command}
+            _line(protocol, column, row, seeds, _diverged(protocol, out, column, row))
+            | _memory(protocol, out, column, row, seeds[row])
+            | {"command": command}
             for row in protocol.rows
             if not (protocol.kind == "gain" and row == LOCAL)
         ]
     return made
+
+
+def _memory(protocol: Protocol, out: Path, column: str, row: str, seeds: Iterable[int]) -> Line:
+    """What a row's server and one of its clients keep; the same in every seed."""
+    for seed in seeds:
+        one = cell(protocol, out, column, row, seed)
+        return dict(metrics.memory(Run(one.folder), one.method))
+    return {"server_state": None, "client_state": None}
 
 
 def _diverged(protocol: Protocol, out: Path, column: str, row: str) -> int:
