@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
 from perfed import contract
@@ -187,3 +187,36 @@ def test_a_gradient_through_a_clients_own_vmap():
     with fast():
         assert torch.equal(vmap(gradient)(thetas, x, y), expected)
     assert expected.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch's own forward derivatives
+def test_a_forward_derivative_through_a_clients_own_vmap():
+    """Kernels have none, and PyTorch takes what has none for constant."""
+    model, draw = Model(residual), torch.Generator().manual_seed(3)
+    thetas = model.init(0) + 0.01 * torch.randn(2, 3, model.width, generator=draw)
+    x, y = torch.rand(2, 2, 3, 16, 16, generator=draw), torch.tensor([[0, 1], [2, 3]])
+
+    def change(thetas, x, y):
+        loss = lambda theta: model.loss(theta, Batch(x, y, None, torch.zeros(())))[0]
+        return jvp(lambda many: vmap(loss)(many), (thetas,), (thetas,))[1]
+
+    expected = vmap(change)(thetas, x, y)
+    with fast():
+        assert torch.equal(vmap(change)(thetas, x, y), expected)
+    assert expected.abs().min() > 0
+
+
+@pytest.mark.parametrize("many", [1, 2])
+def test_gradients_of_one_model_for_several_weightings_of_a_clients_samples(many):
+    """A client's own vmap over what the loss is made of: all else is the same for its rows, also in a block of one."""
+    model, draw = Model(residual), torch.Generator().manual_seed(3)
+    thetas = model.init(0) + 0.01 * torch.randn(many, model.width, generator=draw)
+    x, y = torch.rand(many, 2, 3, 16, 16, generator=draw), torch.tensor([[0, 1], [2, 3]])[:many]
+
+    def gradients(theta, x, y):
+        return vmap(lambda weight: model.grad(theta, Batch(x, y, weight, torch.zeros(())))[0])(torch.eye(2))
+
+    expected = vmap(gradients)(thetas, x, y)
+    with fast():
+        found = vmap(gradients)(thetas, x, y)
+    assert (found - expected).norm() < 1e-4 * expected.norm()

@@ -33,10 +33,10 @@ def covered(*tensors: Tensor) -> bool:
     """Whether the cohort's kernels may be used for these: a block of float32 numbers, in a fast engine."""
     if not _on or tensors[0].dtype != torch.float32 or not any(map(is_functorch_wrapped_tensor, tensors)):
         return False
-    # A gradient through a client's own vmap: kernels know their gradients inside the innermost vmap alone.
+    # A derivative through a client's own vmap: kernels know theirs inside the innermost vmap alone.
     kinds = [one.key() for one in get_interpreter_stack() or ()]
     maps = [at for at, kind in enumerate(kinds) if kind == TransformType.Vmap]
-    return bool(maps) and TransformType.Grad not in kinds[: maps[-1]]
+    return bool(maps) and not {TransformType.Grad, TransformType.Jvp} & set(kinds[: maps[-1]])
 
 
 def use_kernels() -> None:
