@@ -36,12 +36,14 @@ def test_states_are_as_large_as_said(run, name):
     """The server's file after the last round, without the padding of rows of parameters."""
     model = Model(run.network)
     kept = [leaf for leaf in leaves(files.load_tree(run.path / name / SERVER)) if isinstance(leaf, torch.Tensor)]
-    assert metrics.memory(run, name)["server_state"] == count_bytes(kept, model.width, model.size)
+    assert metrics.memory(run.config, run.entries[name], run.about)["server_state"] == count_bytes(
+        kept, model.width, model.size
+    )
 
 
 def test_states_follow_the_formulas(run):
     P = 4 * sum(p.numel() for p in run.network().parameters())  # bytes; the network has no buffers
-    found = {name: metrics.memory(run, name) for name in NAMES}
+    found = {name: metrics.memory(run.config, run.entries[name], run.about) for name in NAMES}
     kept = lambda key: {name: one[key] for name, one in found.items()}
     assert kept("client_state") | {"pfedmb": 0} == {
         **dict.fromkeys(("local", "fedamp", "pgfed", "scaffold", "pfedmt"), P),

@@ -50,6 +50,9 @@ def test_kept_runs_give_the_kept_table(name, runs):
             for key in RULES:
                 if key not in AHEAD or (whole.own in rows and not fewer):
                     assert line[key] == pytest.approx(expected[key], abs=1e-9), (line["row"], key)
+            for key in (key for key in line if key.startswith(("ahead_", "server_", "client_state"))):
+                if expected[key] is not None and not fewer:
+                    assert line[key] == pytest.approx(expected[key], abs=1e-9), (line["row"], key)
     assert all(not line["seeds"] for line in table.values()), "rows that no run is kept for"
 
 

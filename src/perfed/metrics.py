@@ -14,6 +14,7 @@ import numpy as np
 
 from perfed import catalog
 from perfed.catalog import Entry
+from perfed.config import Config
 from perfed.core.errors import Problem
 from perfed.core.messages import count_bytes
 from perfed.core.tree import leaves
@@ -155,7 +156,7 @@ def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any
     start = next((m for m in ("before", "global") if m in others), None)
     if start:  # what personalisation added
         out["delta"] = gain(curve.test[at], run.accuracies(method, start))["mean"]
-    return {**out, **system(run, method, curve, target), **memory(run, method)}
+    return {**out, **system(run, method, curve, target), **memory(run.config, run.entries[method], run.about)}
 
 
 FULL = ("macro_f1", "auc")
@@ -170,16 +171,17 @@ def full_scores(run: Run, method: str, model: str = "personal") -> dict[str, flo
 # ------------------------------------------------------------------ memory and arithmetic
 
 
-def memory(run: Run, method: str) -> dict[str, int]:
+def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int]:
     """Bytes that stay from round to round: all that the server holds, and the private state of one client.
 
     Counters are not counted. States keep their shapes, so this is their peak; what a round needs while it is computed
     is the engine's affair.
     """
     from perfed.experiment import make_method
+    from perfed.models import make_network
 
-    count = len(run.about["clients"])
-    made = make_method(run.config, run.entries[method], run.network, count)
+    count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), about["classes"])
+    made = make_method(config, entry, network, count)
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
     size = lambda state: count_bytes(tensors(state), made.model.width, made.model.size)
     return {"server_state": size(made.init_server(count)), "client_state": size(made.init_client())}

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from perfed import metrics
+from perfed import catalog, metrics
 from perfed.core.errors import Problem
+from perfed.experiment import read_clients
 from perfed.provenance import together
-from perfed.results import Run
 from perfed.tables.agree import interval, kendall, same_order, spearman
 from perfed.tables.cells import cell, check_cells
 from perfed.tables.protocol import RULES, Protocol
@@ -55,7 +55,8 @@ def _memory(protocol: Protocol, out: Path, column: str, row: str, seeds: Iterabl
     """What a row's server and one of its clients keep; the same in every seed."""
     for seed in seeds:
         one = cell(protocol, out, column, row, seed)
-        return dict(metrics.memory(Run(one.folder), one.method))
+        config = protocol.config(column, protocol.rows[row].runs, seed)
+        return dict(metrics.memory(config, catalog.find(one.method), read_clients(one.folder)))
     return {"server_state": None, "client_state": None}
 
 
@@ -90,7 +91,11 @@ def _line(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, 
         line["reached"] = len(known)
     value: float | None = line["value"]
     line["difference"] = None if protocol.label or value is None or paper is None else value - paper
-    line |= _ahead(protocol, column, row, seeds)
+    line |= _ahead(protocol, column, row, seeds, protocol.rule)
+    for rule in ("max", "val", "last10"):  # which round counts may decide who is ahead
+        if protocol.kind == "accuracy" and rule != protocol.rule:
+            other = _ahead(protocol, column, row, seeds, rule)
+            line |= {key.replace("ahead", f"ahead_{rule}"): other[key] for key in ("ahead", "ahead_low", "ahead_high")}
     spreads = [metrics.spread(_clients(s, protocol.rule), np.array(s["samples"])) for s in mine.values()]
     for key in ("std", "variance", "p10", "worst10", "jain", "pooled"):
         line[f"clients_{key}"] = mean([s[key] for s in spreads])
@@ -132,14 +137,14 @@ def _reached(score: dict[str, Any], target: float) -> int | None:
     return metrics.first_round(np.array(score["rounds"]), mean, target / 100)
 
 
-def _ahead(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, Any]]) -> Line:
+def _ahead(protocol: Protocol, column: str, row: str, seeds: dict[str, dict[int, Any]], rule: str) -> Line:
     """The paper's own method minus this row, over clients and seeds, with an interval."""
     none: Line = {"ahead": None, "ahead_low": None, "ahead_high": None, "ahead_seeds": 0}
     own = seeds.get(protocol.own, {})
     both = [seed for seed in own if seed in seeds[row]]
     if not both or row == protocol.own:
         return none
-    rows = [_clients(own[s], protocol.rule) - _clients(seeds[row][s], protocol.rule) for s in both]
+    rows = [_clients(own[s], rule) - _clients(seeds[row][s], rule) for s in both]
     if len({len(one) for one in rows}) > 1 or np.isnan(rows).all():
         return none
     difference = 100 * np.stack(rows)
