@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from perfed.config import DataConfig
 from perfed.core.errors import Problem
 from perfed.datasets import DATASETS, load
+from perfed.datasets.domains import resized
 from perfed.datasets.pool import TEST, TRAIN, VAL, data_dir
 from perfed.datasets.split import divide
 from perfed.report.partition import heading
@@ -236,6 +238,33 @@ def test_writers_can_be_clients(tmp_path):
     assert load(DataConfig(name="mnist", dir=str(tmp_path), clients=3), 0).names[0] == "client_00"
     plain_images(tmp_path / "mnist.npz")
     with pytest.raises(Problem, match="does not say who its samples come from"):
+        load(config, 0)
+
+
+def test_two_sources_of_digits_are_domains(tmp_path):
+    """Images of the second are enlarged; names, files and the picture of the partition say who is whose."""
+    first, second = plain_images(tmp_path / "mnist.npz", n=200), plain_images(tmp_path / "usps.npz", n=100)
+    small = second["x_train"][:, ::2, ::2]  # 4x4
+    np.savez(tmp_path / "usps.npz", **(second | {"x_train": small, "x_test": second["x_test"][:, ::2, ::2]}))
+    config = DataConfig(name="mnist-usps", dir=str(tmp_path), clients=5, min_samples=5)
+    clients = load(config, 0)
+    assert clients.names == ("mnist_00", "mnist_01", "mnist_02", "usps_03", "usps_04")
+    assert clients.partition["domains"] == ["mnist"] * 3 + ["usps"] * 2
+    assert clients.shape == (1, 8, 8)
+    sizes = np.sum([clients.split(s).size for s in ("train", "val", "test")], axis=0)
+    assert (sizes[:3].sum(), sizes[3:].sum()) == (220, 120)
+    known = {picture.tobytes() for picture in np.concatenate([first["x_train"], first["x_test"]])}
+    theirs = np.repeat(np.array([True] * 3 + [False] * 2), clients.train.size)
+    assert [picture.tobytes() in known for picture in clients.train.x[:, 0].numpy()] == theirs.tolist()
+    expected = np.array([[0, 25, 75, 100]], dtype=np.uint8)  # bilinear, with the pixels' centres
+    assert resized(np.array([[[[0, 100], [0, 100]]]], dtype=np.uint8), 4)[0, 0, 0].tolist() == expected[0].tolist()
+    kept = load(dataclasses.replace(config, split="official", partition="domains"), 0)
+    assert sum(kept.test.size) == 40
+    plain = load(dataclasses.replace(config, partition="dirichlet"), 0)
+    assert plain.names[0] == "client_00"
+    assert "domains" not in plain.partition
+    (tmp_path / "usps.npz").unlink()
+    with pytest.raises(Problem, match=r"usps.npz does not exist"):
         load(config, 0)
 
 
@@ -596,6 +625,14 @@ def test_real_har_segments_stand_on_one_side():
     assert sum(len(clients.split(s).y) for s in ("train", "val", "test")) == 10299
     shares = np.array(clients.test.size) / np.add(np.add(clients.train.size, clients.val.size), clients.test.size)
     assert 0.15 < shares.min() <= shares.max() < 0.35
+
+
+def test_real_digits_of_two_sources():
+    clients = load(DataConfig(name="mnist-usps", dir=real("usps.npz"), clients=10, alpha=1.0), 0)
+    sizes = np.sum([clients.split(s).size for s in ("train", "val", "test")], axis=0)
+    assert (sizes[:5].sum(), sizes[5:].sum()) == (70_000, 9_298)
+    assert clients.shape == (1, 28, 28)
+    assert load(DataConfig(name="usps", dir=real("usps.npz")), 0).shape == (1, 16, 16)
 
 
 def test_real_mnist_writers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import sys
 import warnings
@@ -51,7 +52,7 @@ def held(data, rows):
 ALL_USED = {"iid", "dirichlet", "classes", "pairs", "powerlaw", "lognormal", "uneven"}
 
 
-@pytest.mark.parametrize("name", [name for name in PARTITIONS if name != "natural"])
+@pytest.mark.parametrize("name", [name for name in PARTITIONS if name not in ("natural", "domains")])
 def test_rows_are_disjoint_sorted_and_repeat_with_the_seed(name):
     settings = {"classes_per_client": 5} if name == "uneven" else {}  # then every class has a holder here
     first, again, other = (cut(pool(), seed, partition=name, **settings) for seed in (3, 3, 4))
@@ -287,7 +288,7 @@ def in_three(pool, seed=0, **settings):
     return np.stack([held(data, [r[data.part[r] == part] for r in rows]) for part in (TRAIN, VAL, TEST)])
 
 
-@pytest.mark.parametrize("name", [name for name in PARTITIONS if name != "natural"])
+@pytest.mark.parametrize("name", [name for name in PARTITIONS if name not in ("natural", "domains")])
 def test_the_same_assignment_in_three_parts(name):
     pool = official(6000, 1500)
     counts = in_three(pool, partition=name, val=0.2, clients=20, min_samples=20)
@@ -357,6 +358,43 @@ def test_natural_keeps_owners_together_and_limits_their_number():
     assert len(set(map(tuple, some))) > 1
 
 
+def test_domains_have_clients_of_their_own():
+    """Equally many, the first domains one more; inside, all of a domain is shared out unevenly."""
+    owner = np.repeat([0, 1, 2], [500, 300, 200])
+    data = pool(owner=owner)
+    rows, again, other = (cut(data, seed, partition="domains", clients=8, min_samples=5) for seed in (3, 3, 4))
+    assert [np.unique(owner[r]).tolist() for r in rows] == [[0]] * 3 + [[1]] * 3 + [[2]] * 2
+    assert np.sort(np.concatenate(rows)).tolist() == list(range(1000))
+    assert min(map(len, rows)) >= 5
+    assert all((a == b).all() for a, b in zip(rows, again, strict=True))
+    assert [r.tolist() for r in rows] != [r.tolist() for r in other]
+    even = held(data, cut(data, partition="domains", clients=6, alpha=1e6, cap=False))
+    for domain in range(3):  # with a large alpha every client has its domain's mix
+        whole = np.bincount(data.y[owner == domain], minlength=10)
+        assert np.abs(even[2 * domain : 2 * domain + 2] - whole / 2).max() <= 1.5
+
+
+def test_domains_in_three_parts():
+    """A class of a domain gives a client the same fraction of each part."""
+    data = official(6000, 1500)
+    owner = np.random.default_rng(1).integers(0, 2, len(data.y))
+    data = in_parts(dataclasses.replace(data, owner=owner), DataConfig(name="mnist", split="official", val=0.2), 0)
+    rows = partition(data, DataConfig(name="mnist", partition="domains", clients=6, split="official"), 0)
+    for domain, mine in ((0, rows[:3]), (1, rows[3:])):
+        parts = [np.flatnonzero((owner == domain) & (data.part == part)) for part in (TRAIN, VAL, TEST)]
+        totals = [np.bincount(data.y[part], minlength=10) for part in parts]
+        share = [held(data, [np.intersect1d(r, part) for r in mine]) / t for part, t in zip(parts, totals, strict=True)]
+        assert np.abs(share[1] - share[0]).max() <= 1 / totals[1].min() + 1e-9
+        assert np.abs(share[2] - share[0]).max() <= 1 / totals[2].min() + 1e-9
+
+
+def test_domains_problems():
+    with pytest.raises(Problem, match="data set 'digits' does not say which domain its samples are from"):
+        cut(pool(), partition="domains")
+    with pytest.raises(Problem, match=r"data.clients is 2, but there are 3 domains"):
+        cut(pool(owner=np.arange(1000) % 3), partition="domains", clients=2)
+
+
 def test_natural_needs_owners():
     with pytest.raises(Problem, match="data set 'digits' does not say who its samples come from"):
         cut(pool(), partition="natural")
@@ -366,6 +404,7 @@ def test_default_schemes():
     assert scheme(DataConfig(name="digits")) == "dirichlet"
     assert scheme(DataConfig(name="mnist", partition="natural")) == "natural"
     assert {scheme(DataConfig(name=name)) for name in ("har", "synthetic", "folder")} == {"natural"}
+    assert scheme(DataConfig(name="mnist-usps")) == "domains"
     assert set(SETTINGS) < set(PARTITIONS)
 
 

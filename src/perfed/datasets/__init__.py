@@ -21,12 +21,14 @@ DATASETS: dict[str, str] = {
     "synthetic": "Synthetic(a, b): 60 features, 10 classes, as many clients as you ask for, each with its own model",
     "mnist": "70,000 handwritten digits of 28x28 pixels; where the file names writers, they can be the clients",
     "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels, 10 classes",
+    "usps": "9,298 handwritten digits of 16x16 pixels",
+    "mnist-usps": "both, USPS enlarged to 28x28 pixels: one task from two sources, which are its domains",
     "cifar10": "60,000 colour pictures of 32x32 pixels, 10 classes",
     "cifar100": "60,000 colour pictures of 32x32 pixels, 100 classes",
     "har": "30 people with a phone at the belt: 9 sensor channels, 128 time steps, 6 activities",
     "folder": "your own files in --data-dir: one .npz or .csv per client, or one .csv with a client column",
 }
-_FILE = {"mnist": "images", "fashion-mnist": "images", "cifar10": "images", "cifar100": "images"}
+_FILE = dict.fromkeys(("mnist", "fashion-mnist", "usps", "cifar10", "cifar100"), "images") | {"mnist-usps": "domains"}
 
 
 def load(config: DataConfig, seed: int) -> Clients:

@@ -13,6 +13,7 @@ from perfed.core.errors import Problem
 HUB = {
     "mnist": ("ylecun/mnist", "image", "label"),
     "fashion-mnist": ("zalando-datasets/fashion_mnist", "image", "label"),
+    "usps": ("flwrlabs/usps", "image", "label"),
     "cifar10": ("uoft-cs/cifar10", "img", "label"),
     "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
 }

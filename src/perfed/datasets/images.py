@@ -1,4 +1,4 @@
-"""MNIST, Fashion-MNIST, CIFAR-10 and CIFAR-100: the official train and test images in one pool, kept as uint8."""
+"""MNIST, Fashion-MNIST, USPS, CIFAR-10 and CIFAR-100: the official train and test images in one pool, kept as uint8."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from perfed.datasets.hub import fetch
 from perfed.datasets.npz import need, read_npz
 from perfed.datasets.pool import TEST, TRAIN, Pool, data_dir
 
-_STEM = {"mnist": "mnist", "fashion-mnist": "fashion_mnist", "cifar10": "cifar10", "cifar100": "cifar100"}
+_STEM = {
+    "mnist": "mnist",
+    "fashion-mnist": "fashion_mnist",
+    "usps": "usps",
+    "cifar10": "cifar10",
+    "cifar100": "cifar100",
+}
 _CLASSES = {"cifar100": 100}
 # Strips of WebP images take half the room of a plain file; the last file of a list holds the official test images.
 _STRIPS = {
@@ -41,7 +47,7 @@ def load(config: DataConfig, _seed: int) -> Pool:
     classes = _CLASSES.get(name, 10)
     if len(x) != len(y) or y.min(initial=0) < 0 or y.max(initial=0) >= classes:
         raise Problem(f"{path} does not hold one label from 0 to {classes - 1} for each of its {len(x)} images")
-    mean, std = _moments(x[: len(x_train)])
+    mean, std = moments(x[: len(x_train)])
     owner, names = _writers(arrays)
     official = np.repeat([TRAIN, TEST], [len(x_train), len(x_test)])
     return Pool(x, y, classes, owner=owner, mean=mean, std=std, names=names, official=official, note=note)
@@ -53,7 +59,7 @@ def _channels_first(x: np.ndarray, path: Path) -> np.ndarray:
     return x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)
 
 
-def _moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def moments(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation per channel of x / 255, exact, from counts of the 256 grey values."""
     value = np.arange(256) / 255
     share = np.stack([np.bincount(x[:, c].ravel(), minlength=256) / x[:, c].size for c in range(x.shape[1])])

@@ -37,9 +37,11 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
         y = np.concatenate([labels[code][i] for i in places])
         tables[name] = Split(torch.from_numpy(x), torch.from_numpy(y), size)
     put = lambda a: None if a is None else torch.tensor(a, dtype=torch.float32).reshape(-1, 1, 1)
-    names = _names(pool, rows, config)
+    names, source = _names(pool, rows, config), _domains(pool, rows, config)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
     known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
+    if source is not None:
+        known["partition"]["domains"] = [source[i] for i in places]
     return Clients(tuple(names[i] for i in places), **tables, **known, mean=put(pool.mean), std=put(pool.std))
 
 
@@ -96,4 +98,13 @@ def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig) -> tuple[
     if scheme(config) == "natural" and pool.owner is not None and pool.names is not None:
         return tuple(pool.names[pool.owner[r[0]]] for r in rows)
     width = max(2, len(str(len(rows) - 1)))
-    return tuple(f"client_{i:0{width}d}" for i in range(len(rows)))
+    kinds = _domains(pool, rows, config) or ["client"] * len(rows)
+    return tuple(f"{kind}_{i:0{width}d}" for i, kind in enumerate(kinds))
+
+
+def _domains(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig) -> list[str] | None:
+    """Where each client's samples come from, in a partition by domains."""
+    if scheme(config) != "domains" or pool.owner is None:
+        return None
+    owners = [int(pool.owner[r[0]]) for r in rows]
+    return [f"domain{owner}" if pool.names is None else pool.names[owner] for owner in owners]

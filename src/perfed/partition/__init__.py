@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,8 @@ PARTITIONS: dict[str, str] = {
     "powerlaw": "sizes fall as a power of their rank, labels are mixed alike: quantity skew",
     "lognormal": "log-normal sizes, labels are mixed alike: quantity skew",
     "iid": "shuffled and dealt evenly",
-    "natural": "by who the samples come from: people, writers, devices, domains",
+    "domains": "equally many clients for each source of samples, Dirichlet(alpha) inside it: feature skew",
+    "natural": "by who the samples come from: people, writers, devices",
 }
 # The settings that each scheme reads, beside data.clients: they are shown and kept with its clients.
 SETTINGS: dict[str, tuple[str, ...]] = {
@@ -33,8 +35,10 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "ring": ("classes_per_client",),
     "powerlaw": ("power_law", "min_samples"),
     "lognormal": ("log_sigma", "min_samples"),
+    "domains": ("alpha", "min_samples", "cap"),
 }
 _OWN_CLIENTS = ("har", "synthetic", "folder")  # their clients are what these data sets are about
+_USUAL = {"mnist-usps": "domains"}
 _PARTITION = 1  # the random stream of this purpose
 
 
@@ -47,7 +51,7 @@ def scheme(config: DataConfig) -> str:
         if chosen not in ("", "natural"):
             raise Problem(f"data set '{config.name}' has clients of its own: leave out data.partition '{chosen}'")
         return "natural"
-    return chosen or "dirichlet"
+    return chosen or _USUAL.get(config.name, "dirichlet")
 
 
 def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
@@ -70,8 +74,17 @@ def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
         raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
     if config.clients > len(parts[0]):
         raise Problem(f"data.clients is {config.clients}, but there are only {len(parts[0])} samples")
-    shares = module.share(np.bincount(pool.y[parts[0]], minlength=pool.classes), config, rng)
-    label = pool.y if len(shares.total) == pool.classes else np.zeros_like(pool.y)
+    label, kinds = (pool.y, (pool.classes,)) if name != "domains" else _in_domains(pool, config)
+    sizes = np.bincount(label[parts[0]], minlength=math.prod(kinds)).reshape(kinds)
+    shares = module.share(sizes, config, rng)
+    label = label if len(shares.total) == sizes.size else np.zeros_like(label)
     strata = lambda rows: [rows[label[rows] == c] for c in range(len(shares.total))]
     dealt = [shares.deal(strata(rows), rng) for rows in parts]
     return [np.sort(np.concatenate(mine)) for mine in zip(*dealt, strict=True)]
+
+
+def _in_domains(pool: Pool, config: DataConfig) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(a number for the domain and the class of each row, how many there are of both)."""
+    if pool.owner is None:
+        raise Problem(f"data set '{config.name}' does not say which domain its samples are from: use 'mnist-usps'")
+    return pool.owner * pool.classes + pool.y, (int(pool.owner.max()) + 1, pool.classes)

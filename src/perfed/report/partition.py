@@ -130,7 +130,7 @@ def pictures(clients: Clients, data: DataConfig) -> dict[str, bytes]:
 
 def _draw(clients: Clients, data: DataConfig) -> Figure:
     about, train = _about(clients), label_counts(clients, "train")
-    strips = _strips(about["skews"])
+    strips = _strips(about["skews"], about.get("domains"))
     n, classes = train.shape
     width = float(np.clip(2.6 + 0.34 * n, 6.5, 15))
     tall = float(np.clip(0.34 * classes, 2.4, 8))
@@ -209,9 +209,12 @@ def _distances(axis: Axes, m: dict[str, Any]) -> None:
     axis.set_title(words, fontsize=8, color=MUTED, loc="left", pad=3)
 
 
-def _strips(skews: dict[str, Any]) -> list[tuple[str, list[int], list[str]]]:
+def _strips(skews: dict[str, Any], domains: list[str] | None) -> list[tuple[str, list[int], list[str]]]:
     """Lines of coloured squares: title, colour number of each client, what each colour is called."""
     out = []
+    if domains is not None:
+        kinds = list(dict.fromkeys(domains))
+        out.append(("domain", [kinds.index(one) for one in domains], kinds))
     if "rotate" in skews:
         angles = sorted(set(skews["rotate"]))
         out.append(("turned", [angles.index(a) for a in skews["rotate"]], [f"{a}°" for a in angles]))
