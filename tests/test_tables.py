@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import tarfile
 
 import numpy as np
 import pytest
@@ -324,6 +325,39 @@ def test_a_small_table_is_run_once_and_read_back(tmp_path, monkeypatch, capsys):
     assert "not run" in shown  # APFL
     gains = json.loads(call("pgfed-3", "--quick", "--seeds", "1", "--only-report", "--json", *TINY).out)["lines"]
     assert {line["row"]: line["value"] for line in gains}["pgfed"] == pytest.approx(lines["pgfed"]["gain"])
+
+
+def test_a_packed_table_is_the_same_elsewhere(tmp_path, monkeypatch, capsys):
+    """Settings and scores alone; the same runs give the same archive."""
+    from perfed import cli
+    from perfed.report.table_figures import matrix
+
+    def call(*words, code=0):
+        monkeypatch.setattr("sys.argv", ["perfed", "table", "pgfed-1", "--quick", "--seeds", "1", *TINY, *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == code
+        return capsys.readouterr()
+
+    here, there, rows = tmp_path / "here", tmp_path / "there", ["--methods", "local,pgfed"]
+    place = ["--out", str(here), "--pack"]
+    for name, says in (("a.zip", "--pack writes a .tar.xz archive"), ("no/a.tar.xz", "there is no folder")):
+        assert says in call(*rows, *place, str(tmp_path / name), code=2).err
+    nothing = call(*rows, *place, str(tmp_path / "a.tar.xz"), "--only-report", code=2).err
+    assert "there is nothing to pack" in nothing
+    call(*rows, *place, str(tmp_path / "a.tar.xz"))
+    assert "exists already" in call(*rows, *place, str(tmp_path / "a.tar.xz"), code=2).err
+    call(*rows, *place, str(tmp_path / "b.tar.xz"))
+    assert (tmp_path / "a.tar.xz").read_bytes() == (tmp_path / "b.tar.xz").read_bytes()
+    with tarfile.open(tmp_path / "a.tar.xz") as archive:
+        archive.extractall(there, filter="data")
+    files = [path for path in there.rglob("*") if path.is_file()]
+    assert not any(str(tmp_path).encode() in path.read_bytes() for path in files)
+    assert {path.suffix for path in files} == {".json", ".jsonl", ".toml", ".safetensors"}
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), TINY[1:6:2], True), [], ["local", "pgfed"], 1)
+    assert result.lines(made, there) == result.lines(made, here)
+    (column,) = made.columns
+    assert matrix(made, there, column) is not None
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):

@@ -288,6 +288,9 @@ def table(
     out: Annotated[Path, typer.Option(help="Folder of runs and results; what is there is not run again.")] = Path(
         "runs/tables"
     ),
+    pack: Annotated[
+        Path | None, typer.Option(help="Also write the runs behind it, without data and models, to this .tar.xz file.")
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(help="Folder with data files.")] = None,
     engine: Annotated[str | None, typer.Option(help="How a round is computed.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or auto.")] = None,
@@ -305,14 +308,20 @@ def table(
             made.config(place, row, 0)
     from perfed.report.table_text import cells, column_title, headings, orders
     from perfed.report.tables import rich_table
+    from perfed.tables import pack as packing
     from perfed.tables.make import make
     from perfed.tables.tuned import chosen_on
 
     console = _console(json, quiet)
     asked = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
     how = {key: value for key, value in asked.items() if value is not None}
+    if pack is not None:
+        packing.check_path(pack)
     with _interruptible(lambda: None):
         lines, written = make(made, out, console, only_report=only_report, command=_command(), how=how)
+    if pack is not None:
+        packing.pack(made, out, pack)
+        written.append(pack)
     talk = _console(json)
     if not talk.is_terminal:
         talk.width = 200
@@ -408,7 +417,7 @@ def _listed(words: list[str] | None) -> list[str]:
 def _command() -> str:
     """What was typed; where data and runs are on this machine is nobody else's business."""
     told = " ".join(["perfed", *sys.argv[1:]])
-    return re.sub(r" (-q|--(debug|json|quiet|only-report|(data-dir|out)[ =]\S+))(?= |$)", "", told)
+    return re.sub(r" (-q|--(debug|json|quiet|only-report|(data-dir|out|pack)[ =]\S+))(?= |$)", "", told)
 
 
 @partitions.callback(invoke_without_command=True)
