@@ -90,10 +90,22 @@ def test_the_command_shows_them(tmp_path, monkeypatch, capsys):
 
 
 def test_a_target_that_is_not_reached_says_so():
-    one = {"method": "fedavg", "rounds_to_target": None, "bytes_to_target": None, "epochs_to_target": None}
-    two = {"method": "ditto", "rounds_to_target": 2, "bytes_to_target": 10, "epochs_to_target": None}
-    _, rows = metrics._to_target([one, two], 0.7)
-    assert rows == [("fedavg", "not reached", "-", "-", "-"), ("ditto", "2", "1.0", "n/a", "10 B")]
+    never = {"method": "fedavg", "rounds_to_target": None, "bytes_to_target": None, "epochs_to_target": None}
+    one = never | {"reached": 0, "seeds": 2}
+    two = {"method": "ditto", "rounds_to_target": 2, "bytes_to_target": 10, "epochs_to_target": None, "reached": 2}
+    _, rows = metrics._to_target([one, two, one | {"reached": 1}], 0.7)
+    assert rows[0] == ("fedavg", "not reached", "-", "-", "-")
+    assert rows[1] == ("ditto", "2", "1.0", "n/a", "10 B")
+    assert rows[2] == ("fedavg", "in 1 of 2 seeds", "-", "-", "-")
+
+
+def test_a_target_that_one_of_two_seeds_reaches(tmp_path):
+    how = {"clients": 4, "rounds": 2, "epochs": 1, "hidden": 8, "engine": "sequential", "baseline": False}
+    runs = [perfed.run("fedavg", out=tmp_path / str(seed), seed=seed, **how) for seed in (0, 1)]
+    best = sorted(float(metrics.curves(run, "fedavg").mean.max()) for run in runs)
+    assert best[0] < best[1]
+    (found,) = metrics.of_runs(runs, best[1])
+    assert (found["reached"], found["seeds"], found["rounds_to_target"]) == (1, 2, None)
 
 
 @pytest.mark.parametrize("method", [FedAvg, find("ditto").load()])

@@ -391,6 +391,8 @@ def test_domains_in_three_parts():
 def test_domains_problems():
     with pytest.raises(Problem, match="data set 'digits' does not say which domain its samples are from"):
         cut(pool(), partition="domains")
+    with pytest.raises(Problem, match=r"domain 2 of 2: 3 clients with at least 30 samples each need 90 samples"):
+        cut(pool(owner=(np.arange(1000) >= 950).astype(int)), partition="domains", clients=6, min_samples=30)
     with pytest.raises(Problem, match=r"data.clients is 2, but there are 3 domains"):
         cut(pool(owner=np.arange(1000) % 3), partition="domains", clients=2)
 

@@ -340,7 +340,8 @@ def test_a_packed_table_is_the_same_elsewhere(tmp_path, monkeypatch, capsys):
         return capsys.readouterr()
 
     here, there, rows = tmp_path / "here", tmp_path / "there", ["--methods", "local,pgfed"]
-    place = ["--out", str(here), "--pack"]
+    (tmp_path / "data").mkdir()
+    place = ["--data-dir", str(tmp_path / "data"), "--out", str(here), "--pack"]
     for name, says in (("a.zip", "--pack writes a .tar.xz archive"), ("no/a.tar.xz", "there is no folder")):
         assert says in call(*rows, *place, str(tmp_path / name), code=2).err
     nothing = call(*rows, *place, str(tmp_path / "a.tar.xz"), "--only-report", code=2).err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import re
 import signal
@@ -231,7 +232,7 @@ def compare(
     metrics: Annotated[bool, typer.Option("--metrics", help="Also spread, fairness, convergence and cost.")] = False,
     target: Annotated[
         float | None,
-        typer.Option(help="The same, and what it took to get to this mean test accuracy.", min=0, max=1),
+        typer.Option(help="--metrics, and rounds, local epochs and bytes until this mean test accuracy.", min=0, max=1),
     ] = None,
     out: Out = None,
     json: Json = False,
@@ -242,6 +243,8 @@ def compare(
     """Several methods under several seeds: mean and deviation, gain over Local with a Wilcoxon test."""
     made, console = _configure(methods, config, sets, settings), _console(json, quiet)
     refuse_taken(out)
+    if target is not None and math.isnan(target):
+        raise Problem("--target must be a number from 0 to 1, not nan")
     from perfed.compare import create
 
     folder = create(made, seeds, out)

@@ -29,7 +29,9 @@ class DataConfig:
     share_high: float = hyper(0.7, "'uneven': the upper end of that range", above=0)
     power_law: float = hyper(1.2, "'powerlaw': sizes in proportion to rank^-a", at_least=0, at_most=20)
     log_sigma: float = hyper(2.0, "'lognormal': sizes in proportion to LogN(0, sigma)", at_least=0, at_most=20)
-    min_samples: int = hyper(10, "fewest samples of a client: 'dirichlet', 'powerlaw', 'lognormal'", at_least=3)
+    min_samples: int = hyper(
+        10, "fewest samples of a client: 'dirichlet', 'powerlaw', 'lognormal', 'domains'", at_least=3
+    )
     partition_seed: int | None = hyper(None, "seed of the partition (default: run.seed)", at_least=0, at_most=2**31)
     split: Literal["client", "official"] = hyper("client", "split each client's samples, or keep the official test set")
     test: float = hyper(0.25, "share of a client's samples kept for testing", above=0, below=1)
@@ -98,7 +100,7 @@ class RunConfig:
     scores: Literal["last", "every", "none"] = hyper(
         "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
     )
-    train_scores: bool = hyper(False, "evaluations look at the training samples, too")
+    train_scores: bool = hyper(False, "evaluations score the training samples, too: training loss and accuracy")
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
     state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
     save_models: Literal["auto", "all", "none"] = hyper(

@@ -349,7 +349,7 @@ def as_tables(found: list[dict[str, Any]], target: float | None = None) -> list[
 
 
 def _to_target(found: list[dict[str, Any]], target: float) -> Cells:
-    """Rounds, local epochs and bytes until a mean accuracy, and the slowest method's rounds over one's own."""
+    """Rounds, local epochs and bytes until a mean accuracy, and over one's own the rounds of who got there last."""
     from perfed.report.tables import size
 
     slowest = max((one["rounds_to_target"] or 0 for one in found), default=0)
@@ -357,7 +357,8 @@ def _to_target(found: list[dict[str, Any]], target: float) -> Cells:
     for one in found:
         title, rounds, passes = one.get("title", one["method"]), one["rounds_to_target"], one["epochs_to_target"]
         if rounds is None:
-            rows.append((title, "not reached", "-", "-", "-"))
+            said = f"in {one['reached']} of {one['seeds']} seeds" if one["reached"] else "not reached"
+            rows.append((title, said, "-", "-", "-"))
         else:
             took = "n/a" if passes is None else f"{passes:.1f}"
             rows.append((title, f"{rounds:g}", f"{slowest / rounds:.1f}", took, size(one["bytes_to_target"])))
@@ -381,4 +382,6 @@ def average(found: list[dict[str, Any]]) -> dict[str, Any]:
 def of_runs(runs: list[Run], target: float | None = None) -> list[dict[str, Any]]:
     """One summary per method, mean over runs that differ in their seed alone."""
     every = [[{"title": e.title, **summary(run, name, target)} for name, e in run.entries.items()] for run in runs]
-    return [average(list(one)) for one in zip(*every, strict=True)]
+    reached = lambda some: sum(one["rounds_to_target"] is not None for one in some)
+    count = lambda some: {} if target is None else {"reached": reached(some), "seeds": len(some)}
+    return [average(list(one)) | count(one) for one in zip(*every, strict=True)]

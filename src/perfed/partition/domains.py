@@ -22,5 +22,8 @@ def share(sizes: np.ndarray, config: DataConfig, rng: np.random.Generator) -> Sh
         raise Problem(f"data.clients is {config.clients}, but there are {domains} domains: each has clients of its own")
     counts = np.zeros((domains, classes, config.clients), dtype=np.int64)
     for domain, mine in enumerate(np.array_split(np.arange(config.clients), domains)):
-        counts[domain][:, mine] = dirichlet.share(sizes[domain], replace(config, clients=len(mine)), rng).counts
+        try:
+            counts[domain][:, mine] = dirichlet.share(sizes[domain], replace(config, clients=len(mine)), rng).counts
+        except Problem as problem:
+            raise Problem(f"domain {domain + 1} of {domains}: {problem}") from None
     return Shares(counts.reshape(-1, config.clients), sizes.ravel())

@@ -40,8 +40,9 @@ def pack(protocol: Protocol, out: Path, path: Path) -> None:
                 for one in (cell(protocol, out, column, row, seed) for seed in range(protocol.seeds)):
                     if one.folder not in seen and (one.done or one.diverged):
                         seen.add(one.folder)
-                        for name, data in _contents(one, out, protocol):
-                            about = tarfile.TarInfo(str(name))  # no owner and no time: the same runs, the same archive
+                        for name, data in _contents(one, out):
+                            # No owner and no time: the same runs, the same archive.
+                            about = tarfile.TarInfo(name.as_posix())
                             about.size = len(data)
                             archive.addfile(about, io.BytesIO(data))
     if not seen:
@@ -49,10 +50,10 @@ def pack(protocol: Protocol, out: Path, path: Path) -> None:
     files.write(path, content.getvalue())
 
 
-def _contents(one: Cell, out: Path, protocol: Protocol) -> Iterator[tuple[Path, bytes]]:
+def _contents(one: Cell, out: Path) -> Iterator[tuple[Path, bytes]]:
     """(name, bytes) of a cell's files."""
     here = one.folder.relative_to(out)
-    yield here.with_suffix(".json"), one.record.read_bytes()
+    yield one.record.relative_to(out), one.record.read_bytes()
     if not one.done:
         return
     places = [(one.folder, here, name) for name in _RUN]
@@ -60,8 +61,8 @@ def _contents(one: Cell, out: Path, protocol: Protocol) -> Iterator[tuple[Path, 
     for folder, name, pattern in places:
         for file in sorted(folder.glob(pattern)):
             yield name / file.relative_to(folder), _elsewhere(file)
-    if "matrix" in protocol.figures and one.row == protocol.own and one.seed == 0:
-        yield here / one.method / SERVER, _matrix(one.folder / one.method / SERVER)
+    if one.seed == 0 and (matrix := _matrix(one.folder / one.method / SERVER)):
+        yield here / one.method / SERVER, matrix
 
 
 def _elsewhere(file: Path) -> bytes:
@@ -73,8 +74,10 @@ def _elsewhere(file: Path) -> bytes:
 
 
 def _matrix(server: Path) -> bytes:
-    """Of PGFed's server what its picture needs: the matrix A, and the places of a cohort."""
-    whole = files.load_tree(server)
+    """Of PGFed's server what its picture needs: the matrix A, and the places of a cohort; empty for other methods."""
+    whole = files.load_tree(server) if server.is_file() else None
+    if not isinstance(whole, dict) or not {"alpha", "ids"} <= set(whole):
+        return b""
     with tempfile.TemporaryDirectory() as folder:
         files.save_tree(Path(folder) / SERVER, {"alpha": whole["alpha"], "ids": whole["ids"]})
         return (Path(folder) / SERVER).read_bytes()
