@@ -85,8 +85,13 @@ def test_the_command_shows_them(tmp_path, monkeypatch, capsys):
         assert one["train_loss"] > 0
         assert one["server_state"] + one["client_state"] > 0
         assert one["rounds_to_target"] >= 1
-    for heading in ("keeps", "to 0.05", "speed-up", "training"):
-        assert heading in shown, heading
+    headings = ("keeps", "to 0.05", "speed-up", "training")
+    assert all(heading in shown for heading in headings)
+    monkeypatch.setattr("sys.argv", ["perfed", "resume", str(tmp_path / "both"), "--quiet"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    again = capsys.readouterr().out  # what was asked for then
+    assert all(heading in again for heading in headings)
 
 
 def test_a_target_that_is_not_reached_says_so():

@@ -247,15 +247,14 @@ def compare(
         raise Problem("--target must be a number from 0 to 1, not nan")
     from perfed.compare import create
 
-    folder = create(made, seeds, out)
+    folder = create(made, seeds, out, metrics, target)
     with _interruptible(lambda: folder):
-        _compared(folder, console, json, metrics or target is not None, target)
+        _compared(folder, console, json)
 
 
-def _compared(
-    folder: Path, console: Console, json_wanted: bool, more: bool = False, target: float | None = None
-) -> None:
-    from perfed.compare import HEADINGS, carry_out, lines
+def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
+    from perfed import files
+    from perfed.compare import HEADINGS, PLAN, carry_out, lines
     from perfed.report.tables import remarks, rich_table
 
     result = carry_out(folder, console)
@@ -264,7 +263,9 @@ def _compared(
     talk.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
     for line in remarks(result["methods"]):
         talk.print(line, highlight=False, soft_wrap=True)
-    if more:
+    asked = files.read_json(folder / PLAN)
+    target = asked.get("target")
+    if asked.get("metrics") or target is not None:
         from perfed import metrics
         from perfed.results import Run
 

@@ -29,8 +29,8 @@ def is_comparison(folder: Path) -> bool:
     return (folder / PLAN).is_file()
 
 
-def create(config: Config, seeds: int, out: Path | None) -> Path:
-    """A folder for a comparison; its runs come later."""
+def create(config: Config, seeds: int, out: Path | None, metrics: bool = False, target: float | None = None) -> Path:
+    """A folder for a comparison, which says what is to be shown of it; its runs come later."""
     from perfed.experiment import prepare
 
     prepare(config)  # what is wrong is found before anything is written
@@ -38,7 +38,8 @@ def create(config: Config, seeds: int, out: Path | None) -> Path:
     folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
     new_folder(folder)
     files.write(folder / "compare.toml", to_toml(_absolute(config)))
-    files.write_json(folder / PLAN, {"seeds": [config.run.seed + at for at in range(seeds)]})
+    every = [config.run.seed + at for at in range(seeds)]
+    files.write_json(folder / PLAN, {"seeds": every, "metrics": metrics, "target": target})
     return folder
 
 
