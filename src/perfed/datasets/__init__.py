@@ -22,7 +22,7 @@ DATASETS: dict[str, str] = {
     "mnist": "70,000 handwritten digits of 28x28 pixels; where the file names writers, they can be the clients",
     "fashion-mnist": "70,000 pictures of clothes of 28x28 pixels, 10 classes",
     "usps": "9,298 handwritten digits of 16x16 pixels",
-    "mnist-usps": "both, USPS enlarged to 28x28 pixels: one task from two sources, which are its domains",
+    "mnist-usps": "MNIST, and USPS enlarged to 28x28 pixels: one task from two sources, which are its domains",
     "cifar10": "60,000 colour pictures of 32x32 pixels, 10 classes",
     "cifar100": "60,000 colour pictures of 32x32 pixels, 100 classes",
     "har": "30 people with a phone at the belt: 9 sensor channels, 128 time steps, 6 activities",

@@ -14,13 +14,6 @@ from perfed.datasets.hub import fetch
 from perfed.datasets.npz import need, read_npz
 from perfed.datasets.pool import TEST, TRAIN, Pool, data_dir
 
-_STEM = {
-    "mnist": "mnist",
-    "fashion-mnist": "fashion_mnist",
-    "usps": "usps",
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-}
 _CLASSES = {"cifar100": 100}
 # Strips of WebP images take half the room of a plain file; the last file of a list holds the official test images.
 _STRIPS = {
@@ -33,7 +26,7 @@ _PLAIN = ("x_train", "y_train", "x_test", "y_test")
 def load(config: DataConfig, _seed: int) -> Pool:
     """Images uint8 [n, channels, height, width], with mean and deviation of the official training pixels."""
     name, folder = config.name, data_dir(config)
-    path = folder / f"{_STEM[name]}.npz"
+    path = folder / f"{name.replace('-', '_')}.npz"
     strips = [folder / file for file in _STRIPS.get(name, ())]
     if not path.is_file() and any(strip.is_file() for strip in strips):
         arrays, note = _read_strips(strips), "pixels rounded to 6 bits" if "6bit" in strips[0].name else ""

@@ -37,7 +37,8 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
         y = np.concatenate([labels[code][i] for i in places])
         tables[name] = Split(torch.from_numpy(x), torch.from_numpy(y), size)
     put = lambda a: None if a is None else torch.tensor(a, dtype=torch.float32).reshape(-1, 1, 1)
-    names, source = _names(pool, rows, config), _domains(pool, rows, config)
+    source = _domains(pool, rows, config)
+    names = _names(pool, rows, config, source)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
     known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
     if source is not None:
@@ -94,12 +95,11 @@ def _parts(pool: Pool, rows: np.ndarray, config: DataConfig, rng: np.random.Gene
     return divide(pool.y[rows], unit, config.test, config.val, rng, config.stratify)
 
 
-def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig) -> tuple[str, ...]:
+def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, source: list[str] | None) -> tuple[str, ...]:
     if scheme(config) == "natural" and pool.owner is not None and pool.names is not None:
         return tuple(pool.names[pool.owner[r[0]]] for r in rows)
     width = max(2, len(str(len(rows) - 1)))
-    kinds = _domains(pool, rows, config) or ["client"] * len(rows)
-    return tuple(f"{kind}_{i:0{width}d}" for i, kind in enumerate(kinds))
+    return tuple(f"{kind}_{i:0{width}d}" for i, kind in enumerate(source or ["client"] * len(rows)))
 
 
 def _domains(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig) -> list[str] | None:
