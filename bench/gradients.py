@@ -13,12 +13,12 @@ import time
 
 import torch
 
-from perfed.benchmarks.cpu import processor
-from perfed.config import ModelConfig
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
-from perfed.provenance import commit
+from perfed.studies.bench.cpu import processor
+from perfed.training.config import ModelConfig
+from perfed.training.provenance import commit
 
 REPEATS = 31
 CASES = [

@@ -15,8 +15,8 @@ import torch
 
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
-from perfed.engines.sequential import Sequential
-from perfed.federation import Federation
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.pfedmb import PFedMB
 from perfed.models.lenet import LeNet

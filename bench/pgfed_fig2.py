@@ -36,16 +36,17 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from perfed import __version__, files
+from perfed import __version__
 from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.model import Model
-from perfed.experiment import SERVER, Experiment, check_same, prepare, read_config
-from perfed.provenance import commit, hardware
 from perfed.report.picture import COLOURS
 from perfed.report.table_figures import save
-from perfed.tables import protocol
-from perfed.tables.cells import Cell, run
+from perfed.studies.papers import protocol
+from perfed.studies.papers.cells import Cell, run
+from perfed.training import files
+from perfed.training.experiment import SERVER, Experiment, check_same, prepare, read_config
+from perfed.training.provenance import commit, hardware
 
 METHOD = "fedavg"
 PAPER = {"implicit": 5.40, "explicit": 7.73}  # points of mean gain after six steps, CIFAR10, 100 clients

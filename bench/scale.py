@@ -60,11 +60,11 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
     """A method on the sequential engine: one thread, one process."""
     import torch
 
-    from perfed.catalog import methods
     from perfed.core.model import Model
-    from perfed.engines.sequential import Sequential
-    from perfed.federation import Federation
-    from perfed.states import States
+    from perfed.engines.client_states import States
+    from perfed.engines.local import Sequential
+    from perfed.federation.federation import Federation
+    from perfed.training.catalog import methods
 
     torch.set_num_threads(1)
     method = methods()[kind].load()(Model(network), lr=0.01, epochs=1, cohort=cohort, **settings)
@@ -78,8 +78,8 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
 def memory(clients: int, megabytes: int) -> dict:
     """Ditto on LeNet, ten clients a round until each of `clients` has a state, then a checkpoint and an evaluation."""
     from perfed.models.lenet import LeNet
-    from perfed.observe.checkpoint import Checkpoints
-    from perfed.observe.metrics import MetricsLog
+    from perfed.training.observers.checkpoint import Checkpoints
+    from perfed.training.observers.log import MetricsLog
 
     data = table(clients, SAMPLES // clients, (3, 32, 32), image=True)
     fed = federation(data, lambda: LeNet(3, 32, 32, 10), 10, budget=(megabytes * 10**6 or None,))
@@ -106,8 +106,8 @@ def memory(clients: int, megabytes: int) -> dict:
 def start(clients: int) -> dict:
     """From the start of the process, imports and data included, until the first round begins."""
     began, command = float(os.environ["BEGAN"]), COMMAND.format(clients=clients, share=10 / clients, rounds=1)
-    from perfed import cli
-    from perfed.federation import Federation
+    from perfed.cli import app
+    from perfed.federation.federation import Federation
 
     class Begun(BaseException):
         pass
@@ -119,7 +119,7 @@ def start(clients: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["perfed", *command.split(), "--quiet", "--out", f"{folder}/run"]
         with contextlib.suppress(Begun):
-            cli.main()
+            app.main()
     return {
         "registered": clients,
         "command": f"perfed {command}",

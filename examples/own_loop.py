@@ -5,8 +5,8 @@ from torch import nn
 
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
-from perfed.engines.sequential import Sequential
-from perfed.federation import Federation
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
 from perfed.methods.fedper import FedPer
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from perfed.core.messages import Up as Up
     from perfed.core.method import Method as Method
     from perfed.core.model import Model as Model
-    from perfed.results import Run as Run
+    from perfed.training.results import Run as Run
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _HOME = {
     "Up": "perfed.core.messages",
     "Method": "perfed.core.method",
     "Model": "perfed.core.model",
-    "Run": "perfed.results",
+    "Run": "perfed.training.results",
 }
 __all__ = ["Cohort", "Down", "Method", "Model", "Problem", "Run", "Up", "hyper", "load", "run"]
 

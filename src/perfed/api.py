@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from perfed.config import Config, from_dict, place_flags
-from perfed.results import Run
+from perfed.training.config import Config, from_dict, place_flags
+from perfed.training.results import Run
 
 
 def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **settings: Any) -> Run:
@@ -29,7 +29,7 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
 
 def start(config: Config, out: Path | None, console: Console) -> Run:
     """A new run of a configuration."""
-    from perfed.experiment import create, prepare, train
+    from perfed.training.experiment import create, prepare, train
 
     experiment = prepare(config)
     folder = create(experiment, out)
@@ -39,14 +39,14 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
 
 def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished one is left as it is."""
-    from perfed.experiment import read_config
+    from perfed.training.experiment import read_config
 
     return together([read_config(folder)], [folder], console)[0]
 
 
 def together(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
     """Runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
-    from perfed.experiment import reopen, train_together
+    from perfed.training.experiment import reopen, train_together
 
     experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
     train_together(experiments, folders, console)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from perfed import contract
-from perfed.catalog import methods
-from perfed.engines.sequential import Sequential
+from perfed.contract import contract
+from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
+from perfed.training.catalog import methods
 
 METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round

@@ -25,8 +25,8 @@ from reference import (
 )
 from torch import nn
 
-from perfed.contract import play, toy_clients
-from perfed.engines.sequential import Sequential
+from perfed.contract.contract import play, toy_clients
+from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.methods.apple import APPLE
 from perfed.methods.fedavg import FedAvg

@@ -22,13 +22,13 @@ from reference import (
 from torch import nn
 from torch.func import vmap
 
-from perfed.config import ModelConfig
 from perfed.core.errors import Problem
 from perfed.core.model import Batch, Model
-from perfed.core.slim import last_block
 from perfed.methods.fedalign import FedAlign
 from perfed.methods.fedavg import FedAvg
+from perfed.methods.shared.two_widths import last_block
 from perfed.models import make_network
+from perfed.training.config import ModelConfig
 
 KEY = torch.tensor(0)
 

@@ -23,12 +23,12 @@ from reference import (
     weights,
 )
 
-from perfed import contract
-from perfed.contract import disagreeing_clients
+from perfed.contract import contract
+from perfed.contract.contract import disagreeing_clients
 from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
-from perfed.engines.sequential import Sequential
+from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.methods import fedfomo
 from perfed.methods.fedavg import FedAvg

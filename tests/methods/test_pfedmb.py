@@ -23,17 +23,17 @@ from reference import (
 from torch import nn
 from torch.func import functional_call
 
-from perfed.contract import disagreeing_clients
+from perfed.contract.contract import disagreeing_clients
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import FINE_TUNING
-from perfed.core.mixture import Mixture, convex, convex_step, project
 from perfed.core.model import Batch, Model
 from perfed.core.random import PERSONALISE
-from perfed.engines.sequential import Sequential
-from perfed.federation import Federation
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.pfedmb import PFedMB
+from perfed.methods.shared.mixture import Mixture, convex, convex_step, project
 from perfed.models.lenet import LeNet
 
 

@@ -23,10 +23,10 @@ from reference import (
 )
 from torch import nn
 
-from perfed.catalog import find
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.pgfed import PGFed
 from perfed.methods.pgfedmo import PGFedMo
+from perfed.training.catalog import find
 
 M, N = 3, 5
 STRONG = {"mu": 0.6, "alpha_lr": 0.02}

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from perfed.accel.fast import covered
 from perfed.core.errors import Problem
-from perfed.core.fast import covered
 from perfed.core.random import derive, uniform
 
 
@@ -75,7 +75,7 @@ class Drop(nn.Module):
         shape = (*x.shape[:2], *(1,) * (x.dim() - 2)) if self.whole_channels else tuple(x.shape)
         self.calls += 1
         if covered(x, self.key):
-            from perfed.core import operators
+            from perfed.accel import operators
 
             keep = operators.uniform(self.key, self.salt, self.calls, math.prod(shape)).reshape(shape) >= self.p
         else:
@@ -92,7 +92,7 @@ class Groups(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.affine and covered(input, self.weight) and input.dim() == 4:
-            from perfed.core import kernels, operators
+            from perfed.accel import kernels, operators
 
             if kernels.can_normalise(self.num_groups, *input.shape[1:]):
                 return operators.group_norm(input, self.weight, self.bias, self.num_groups, self.eps)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.core.fast import kernels_used
+from perfed.accel.fast import kernels_used
 from perfed.core.tree import leaves, tree_map
 
 AT_ONCE = 1 << 26  # numbers that a sum on a GPU holds in float64 at a time
@@ -75,7 +75,7 @@ def _sums(share: Tensor, stacked: Tensor) -> Tensor:
 def _products(share: Tensor, stacked: Tensor) -> Tensor:
     """The same on a GPU: one kernel of our own, or matrix products over some columns at a time."""
     if kernels_used():
-        from perfed.core import kernels
+        from perfed.accel import kernels
 
         return kernels.weighted_sum(stacked, share)
     flat = stacked[:, None].flatten(1)

@@ -21,9 +21,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call
 from torch.func import grad as functional_grad
 
-from perfed.core import chains, straight
+from perfed.accel import cpu_backward, fused_layers
+from perfed.accel.fast import covered
 from perfed.core.errors import Problem
-from perfed.core.fast import covered
 from perfed.core.layers import Drop, Norm, swap
 
 ALIGN = 4
@@ -41,7 +41,7 @@ class Batch(NamedTuple):
 def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     """The loss of each sample."""
     if covered(out):
-        from perfed.core import operators
+        from perfed.accel import operators
 
         return operators.cross_entropy(out, y)
     return F.cross_entropy(out, y, reduction="none")
@@ -128,10 +128,10 @@ class Model:
         self.frozen = bool(frozen)
         self._name_parts(net, head, frozen)
         if rewrite:
-            self._nets = {mode: chains.rewrite(net, self.head_name) for mode, net in self._nets.items()}
-        self._straight: dict[str, straight.Straight | None] = {}
+            self._nets = {mode: fused_layers.rewrite(net, self.head_name) for mode, net in self._nets.items()}
+        self._straight: dict[str, cpu_backward.Straight | None] = {}
         if rewrite:
-            self._straight = {m: straight.straighten(self._nets[m], self.shapes, self.P) for m in ("eval", "train")}
+            self._straight = {m: cpu_backward.straighten(self._nets[m], self.shapes, self.P) for m in ("eval", "train")}
         self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
         self._seen: list[Tensor] | None = None  # what enters the head, while `features` asks for it
         for net in self._nets.values():
@@ -318,7 +318,7 @@ class Model:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(gradient, theta with this batch's statistics, loss); the gradient is 0 at buffers.
 
-        Under vmap the functional gradient, which batches over clients; otherwise layer by layer (`straight.py`), or
+        Under vmap the functional gradient, which batches over clients; otherwise layer by layer (`cpu_backward.py`), or
         plain autograd. `loss(theta, batch, train)` may be given in place of `model.loss`.
         """
         line = self._straight.get("train" if train else "eval") if loss is None else None

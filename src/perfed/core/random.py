@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from perfed.core.fast import kernels_run
+from perfed.accel.fast import kernels_run
 
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
@@ -25,7 +25,7 @@ COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 
 
 def _mix(z: Tensor) -> Tensor:
     if z.is_cuda and z.numel() and kernels_run(z):
-        from perfed.core import kernels
+        from perfed.accel import kernels
 
         return kernels.mix(z)  # nine small kernels otherwise
     # Python's >> on int64 keeps the sign; the masks make it the unsigned shift of splitmix64.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from perfed.core.errors import Problem
 
 if TYPE_CHECKING:
-    from perfed.config import RunConfig
     from perfed.core.clients import Clients
     from perfed.core.method import Method
     from perfed.engines.base import Engine
+    from perfed.training.config import RunConfig
 
 ENGINES: dict[str, str] = {
     "auto": "vectorised on a GPU, workers on several cores, else sequential",
@@ -68,7 +68,7 @@ def can_record(run: RunConfig, device: str) -> bool:
 
 def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> Engine:
     """An engine for one method."""
-    from perfed.engines.sequential import Sequential
+    from perfed.engines.local import Sequential
     from perfed.engines.vectorised import Vectorised
     from perfed.engines.workers import Workers
 

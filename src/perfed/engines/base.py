@@ -22,8 +22,8 @@ from perfed.core.messages import Down, Up
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
-from perfed.core.scores import full_scores
 from perfed.core.tree import integers, send, tree_map
+from perfed.engines.f1_auc import full_scores
 from perfed.wire import Transform, identity
 
 _ON_GPU = 1 << 14  # samples that a model is given at once

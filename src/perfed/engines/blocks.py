@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from perfed.accel.fast import kernels_run
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
-from perfed.core.fast import kernels_run
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.random import smallest, tickets
 from perfed.core.tree import flatten, integers, leaves, unflatten
 
 if TYPE_CHECKING:
-    from perfed.engines.graphs import Loop, Recorder
+    from perfed.accel.loops import Loop, Recorder
 
 EXACT = 32  # up to so many active clients there is a record for each number
 PIECE = 64  # samples per client in one recorded piece of a mean: one for all, and few, as the last one is filled up
@@ -262,7 +262,7 @@ def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
         return torch.full((len(size), 0, slots), -1, device=key.device)
     order, total = _order(key, size, sizes, totals, plan), integers(totals, key.device)
     if key.is_cuda and kernels_run(key):
-        from perfed.core import kernels
+        from perfed.accel import kernels
 
         return kernels.batches(order, sizes, total, plan.batch_size, steps, slots)
     step = torch.arange(steps, device=key.device)
@@ -295,7 +295,7 @@ def _order(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan:
 def _tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> Tensor:
     """What samples are sorted by, of these epochs one after another: [epochs * rows, longest]."""
     if key.is_cuda and kernels_run(key):
-        from perfed.core import kernels
+        from perfed.accel import kernels
 
         return kernels.tickets(key, sizes, begin, end, longest)
     seeds = order_key(key, torch.arange(begin, end, device=key.device)[:, None])  # [epochs, rows]
@@ -492,7 +492,7 @@ class Runner:
         assert self.recorder is not None
         rows = next(t.shape[0] for t, b in zip(inside, batched, strict=True) if b)
         one = tuple((t.shape[1:] if b else t.shape, t.dtype) for t, b in zip(inside, batched, strict=True))
-        from perfed.engines.graphs import Loop
+        from perfed.accel.loops import Loop
 
         make = lambda pool: Loop.make(
             block.clients, split, block.dtype, keyed, weighted, body, inside, batched, carried, shape, rows, pool

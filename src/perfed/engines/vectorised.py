@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from perfed.accel.autotune import prepared
+from perfed.accel.fast import fast as with_kernels
+from perfed.accel.fast import use_kernels
 from perfed.core.clients import SPLITS, Clients, alike, join
 from perfed.core.errors import Problem
-from perfed.core.fast import fast as with_kernels
-from perfed.core.fast import use_kernels
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, derive
 from perfed.core.tree import integers, tree_map
-from perfed.core.tuning import prepared
 from perfed.engines.base import Asked, Engine, Evaluation, Scores, Task, Training, Uploads, uploads
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 
 if TYPE_CHECKING:
-    from perfed.engines.graphs import Recorder
+    from perfed.accel.loops import Recorder
 
 
 def _recorder() -> Recorder:
-    from perfed.engines.graphs import Recorder  # needs Triton
+    from perfed.accel.loops import Recorder  # needs Triton
 
     return Recorder()
 

@@ -27,7 +27,7 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.tree import pack, rows, stack, tree_map, unpack
 from perfed.engines.base import Asked, Evaluation, Task, Training, Values
-from perfed.engines.sequential import Sequential
+from perfed.engines.local import Sequential
 
 
 def cores() -> int:

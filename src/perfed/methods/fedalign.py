@@ -23,8 +23,8 @@ from perfed.core.errors import Problem, nearest
 from perfed.core.fields import hyper
 from perfed.core.messages import Up
 from perfed.core.model import Model, average
-from perfed.core.slim import TwoWidths, last_block
 from perfed.methods.fedavg import FedAvg
+from perfed.methods.shared.two_widths import TwoWidths, last_block
 
 TINY = 1e-30  # in place of 0 as a divisor: features may be dead, and the two constants equal
 POOL = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}

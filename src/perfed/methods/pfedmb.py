@@ -23,9 +23,9 @@ from perfed.core.errors import Problem
 from perfed.core.fields import hyper
 from perfed.core.messages import Up
 from perfed.core.method import FINE_TUNING, Method
-from perfed.core.mixture import Mixture, convex, convex_step
 from perfed.core.optim import sgd
 from perfed.core.tree import rows
+from perfed.methods.shared.mixture import Mixture, convex, convex_step
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfed.config import ModelConfig
 from perfed.core.errors import Problem, nearest
+from perfed.training.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,6 @@ MODELS: dict[str, str] = {
     "fedavgcnn": "two convolutions (32, 64) and a layer of 512: 878,538 numbers for CIFAR-10",
     "resnet": "small residual network, three blocks of 16, 32 and 64 channels, batch or group normalisation",
 }
-_FILE = {"fedavgcnn": "cnn"}
 
 
 def build(config: ModelConfig, clients: Clients) -> Callable[[], nn.Module]:
@@ -43,7 +42,7 @@ def make_network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> C
         from perfed.models.custom import load
 
         return load(name, shape, classes)
-    network = importlib.import_module(f"perfed.models.{_FILE.get(name, name)}").network
+    network = importlib.import_module(f"perfed.models.{name}").network
     return lambda: network(shape, classes, config)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
-from perfed.config import ModelConfig
 from perfed.models.shapes import after_two_convolutions, image
+from perfed.training.config import ModelConfig
 
 
 class LeNet(nn.Module):

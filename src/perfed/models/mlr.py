@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from perfed.config import ModelConfig
+from perfed.training.config import ModelConfig
 
 
 class MLR(nn.Module):

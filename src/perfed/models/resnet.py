@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from perfed.config import ModelConfig
 from perfed.models.shapes import image
+from perfed.training.config import ModelConfig
 
 
 def _norm(kind: str, width: int) -> nn.Module:

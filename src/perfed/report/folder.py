@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perfed import files
-from perfed.config import RunConfig
 from perfed.report.picture import picture
 from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
-from perfed.results import Run
+from perfed.training import files
+from perfed.training.config import RunConfig
+from perfed.training.results import Run
 
 
 def up_to(config: RunConfig) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from perfed.catalog import Entry, methods
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
-from perfed.engines.sequential import Sequential
-from perfed.federation import Federation
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
 from perfed.report.tables import markdown
+from perfed.training.catalog import Entry, methods
 
 ROUNDS, COHORT, FEATURES, CLASSES = 2, 4, 300, 10
 HEADINGS = ("name", "method", "idea", "evaluated", "down", "up", "secure sums")

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.markup import escape
 
-from perfed.config import DataConfig
 from perfed.core.clients import SPLITS, Clients
 from perfed.report.tables import _cell
+from perfed.training.config import DataConfig
 
 STEPS = "▁▂▃▄▅▆▇█"
 WIDEST = 50  # characters of a client's bar: more classes than that are joined
@@ -250,5 +250,5 @@ def _labels(clients: Clients) -> list[str]:
 
 def _about(clients: Clients) -> dict[str, Any]:
     if clients.partition is None:
-        raise ValueError("these clients were not made by perfed.datasets.load")
+        raise ValueError("these clients were not made by perfed.data.load")
     return clients.partition

@@ -14,13 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from perfed import files
 from perfed.report.picture import COLOURS, STYLES
-from perfed.tables.agree import correlation
-from perfed.tables.cells import cell
-from perfed.tables.protocol import Protocol
-from perfed.tables.result import found
-from perfed.tables.watch import mixtures
+from perfed.studies.papers.cells import cell
+from perfed.studies.papers.protocol import Protocol
+from perfed.studies.papers.rank_agreement import correlation
+from perfed.studies.papers.result import found
+from perfed.studies.papers.watch import mixtures
+from perfed.training import files
 
 Curve = tuple[np.ndarray, np.ndarray, np.ndarray]  # x, mean over seeds, deviation over seeds
 SHOWN = 6.0  # points below the median seed that Figure 5 shows; what lies deeper is written

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from perfed.report.table_text import body
 from perfed.report.tables import markdown
-from perfed.tables import protocol
-from perfed.tables.make import file_name, kept, without_run
-from perfed.tables.protocol import Protocol
-from perfed.tables.result import from_csv
-from perfed.tables.tuned import chosen_on
+from perfed.studies.papers import protocol
+from perfed.studies.papers.make import file_name, kept, without_run
+from perfed.studies.papers.protocol import Protocol
+from perfed.studies.papers.result import from_csv
+from perfed.studies.papers.tuned import chosen_on
 
 
 def page() -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from perfed.provenance import together
 from perfed.report.tables import markdown, size
-from perfed.tables.protocol import Protocol
-from perfed.tables.result import Line, agreement
-from perfed.tables.tuned import chosen_on
+from perfed.studies.papers.protocol import Protocol
+from perfed.studies.papers.result import Line, agreement
+from perfed.studies.papers.tuned import chosen_on
+from perfed.training.provenance import together
 
 NOT_RUN, DIVERGED = "not run", "diverged"
 RULE = {"max": "best test", "val": "best val.", "last10": "last ten", "last": "last"}

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from perfed.faults import in_words
-from perfed.results import Run
+from perfed.federation.faults import in_words
+from perfed.training.results import Run
 
 
 def size(count: float) -> str:

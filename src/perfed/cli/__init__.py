@@ -1,0 +1,3 @@
+"""The `perfed` command."""
+
+from perfed.cli.app import main as main

@@ -1,0 +1,1 @@
+"""The contract that every method keeps, as checks that run on any method file."""

@@ -1,0 +1,111 @@
+"""Skews on top of a partition: turned or noisy images, labels that groups of clients use differently.
+
+They are drawn per client from the partition's seed and treat a client's training, validation and test samples alike.
+Clients count as they were dealt, so another order of clients changes nothing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from perfed.core.errors import Problem
+from perfed.training.config import DataConfig
+
+_ROTATE, _RELABEL, _ROWS, _NOISE = 4, 5, 6, 7  # random streams
+
+
+@dataclass(frozen=True)
+class Skews:
+    """What happens to each client's samples; None where nothing does."""
+
+    seed: int
+    degrees: np.ndarray | None = None  # [clients]
+    level: np.ndarray | None = None  # [clients], deviation of the noise
+    group: np.ndarray | None = None  # [clients], which of the maps
+    maps: np.ndarray | None = None  # [groups, classes], the new name of each label
+    share: float = 0.0  # of samples that are renamed
+
+    def labels(self, y: np.ndarray, client: int, part: int) -> np.ndarray:
+        """One client's labels in one part, as it uses them."""
+        if self.group is None or self.maps is None:
+            return y
+        rng = np.random.default_rng([self.seed, _ROWS, client, part])
+        renamed = rng.permutation(len(y))[: int(len(y) * self.share + 0.5)]
+        y = y.copy()
+        y[renamed] = self.maps[self.group[client]][y[renamed]]
+        return y
+
+    def features(self, x: np.ndarray, client: int, part: int) -> np.ndarray:
+        """One client's samples in one part, as it sees them."""
+        if self.degrees is not None:
+            x = np.rot90(x, int(self.degrees[client]) // 90, axes=(2, 3))
+        if self.level is None:
+            return x
+        rng = np.random.default_rng([self.seed, _NOISE, client, part])
+        noise = rng.standard_normal(x.shape, dtype=np.float32) * np.float32(self.level[client])
+        if x.dtype != np.uint8:
+            return x + noise
+        return np.clip(np.rint(x + 255 * noise), 0, 255).astype(np.uint8)  # bytes stay bytes
+
+    def about(self, places: np.ndarray) -> dict[str, Any]:
+        """The same as plain values for a file, with the clients in this order."""
+        out: dict[str, Any] = {}
+        if self.degrees is not None:
+            out["rotate"] = self.degrees[places].tolist()
+        if self.level is not None:
+            out["noise"] = [round(v, 9) for v in self.level[places].tolist()]
+        if self.group is not None and self.maps is not None:
+            out["relabel"] = {"share": self.share, "groups": self.group[places].tolist(), "maps": self.maps.tolist()}
+        return out
+
+
+def angles(config: DataConfig) -> list[int]:
+    """data.rotate as whole degrees."""
+    try:
+        found = [int(word) for word in config.rotate.split(",")] if config.rotate.strip() else []
+    except ValueError:
+        found = [1]
+    if any(angle % 90 for angle in found):
+        raise Problem(f"data.rotate takes multiples of 90 with commas between, as 0,90,180,270, not '{config.rotate}'")
+    return found
+
+
+def draw(config: DataConfig, clients: int, classes: int, sample: tuple[int, ...], seed: int) -> Skews:
+    """The skews that `config` asks for; each has a random stream of its own."""
+    degrees, level, group, maps = None, None, None, None
+    if turns := angles(config):
+        if len(sample) != 3:
+            raise Problem(
+                f"data.rotate needs images [channels, height, width], but '{config.name}' has samples {sample}"
+            )
+        if sample[1] != sample[2] and any(turn % 180 for turn in turns):
+            raise Problem(f"data.rotate can turn images of {sample[1]}x{sample[2]} by 0 and 180 degrees only")
+        degrees = np.array(turns)[_groups(clients, len(turns), "data.rotate", [seed, _ROTATE])]
+    if config.noise:
+        level = config.noise * np.arange(1, clients + 1) / clients
+    if config.relabel:
+        count = config.relabel_groups
+        group = _groups(clients, count, "data.relabel_groups", [seed, _RELABEL, 0])
+        maps = _maps(count, classes, config.relabel_by, np.random.default_rng([seed, _RELABEL, 1]))
+    return Skews(seed, degrees, level, group, maps, config.relabel)
+
+
+def _groups(clients: int, count: int, what: str, key: list[int]) -> np.ndarray:
+    """A group for each client, at random; sizes differ by one at most."""
+    if count > clients:
+        raise Problem(f"{what} makes {count} groups, but there are only {clients} clients")
+    return np.random.default_rng(key).permutation(np.arange(clients) % count)
+
+
+def _maps(count: int, classes: int, by: str, rng: np.random.Generator) -> np.ndarray:
+    if by == "permutation":
+        return np.stack([rng.permutation(classes) for _ in range(count)])
+    if 2 * count > classes:
+        raise Problem(f"data.relabel_groups is {count}, but {classes} labels make only {classes // 2} pairs to swap")
+    maps = np.tile(np.arange(classes), (count, 1))
+    for own, pair in zip(maps, rng.permutation(classes)[: 2 * count].reshape(count, 2), strict=True):
+        own[pair] = own[pair[::-1]]
+    return maps

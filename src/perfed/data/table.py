@@ -1,0 +1,108 @@
+"""Rows of the user's own files, and how they are checked; CSV files are read here."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from perfed.core.errors import Problem
+from perfed.data.pool import UNDECIDED
+from perfed.training.config import DataConfig
+
+
+@dataclass(frozen=True)
+class Table:
+    """Samples of one client from one file."""
+
+    client: str
+    file: Path
+    x: np.ndarray
+    y: np.ndarray
+    part: int = UNDECIDED
+    key: str = "x"
+    lines: np.ndarray | None = None  # in CSV files: the line of each row
+
+    def row(self, i: int) -> str:
+        """Where row i stands, for people."""
+        place = f"row {i} of {self.key}" if self.lines is None else f"line {self.lines[i]}"
+        return f"client '{self.client}', {place} in {self.file.name}"
+
+
+def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several: bool) -> tuple[list[Table], list[str]]:
+    """The clients of one CSV file and its feature columns, in the order of `columns` where given.
+
+    One of `several` files is one client; a file alone has a column that names the client.
+    """
+    header, lines, cells = _cells(path)
+    wanted = [config.label_column] if several else [config.client_column, config.label_column]
+    for column in wanted:
+        if column not in header:
+            raise Problem(f"{path.name} has no column '{column}' (it has: {', '.join(header)})")
+    if several and config.client_column in header:
+        raise Problem(
+            f"{path.name} has the column '{config.client_column}' though each of the files here is one client: "
+            "put all clients into one file, or take the column out"
+        )
+    features = [column for column in header if column not in wanted]
+    if columns is not None and set(features) != set(columns):
+        differ = ", ".join(sorted(set(features) ^ set(columns)))
+        raise Problem(f"{path.name} does not have the same columns as the files before it: {differ}")
+    if not features:
+        raise Problem(f"{path.name} has no feature column beside {', '.join(wanted)}")
+    features = columns or features
+    at = lambda column: np.array([row[header.index(column)].strip() for row in cells], dtype=str)
+    labels = at(config.label_column)
+    clients = np.full(len(cells), path.stem) if several else at(config.client_column)
+    for column, values in ((config.label_column, labels), (config.client_column, clients)):
+        if (values == "").any():
+            raise Problem(f"{path.name}, line {lines[np.argmax(values == '')]}: the column '{column}' is empty")
+    places = [header.index(column) for column in features]
+    x = _numbers(path, [[row[i] for i in places] for row in cells], features, lines, clients)
+    if not len(cells):
+        raise Problem(f"{path.name} has no training sample: there is no line below the header")
+    order = np.argsort(clients, kind="stable")
+    names, start = np.unique(clients[order], return_index=True)
+    pieces = np.split(order, start[1:])
+    tables = [Table(str(n), path, x[p], labels[p], lines=lines[p]) for n, p in zip(names, pieces, strict=True)]
+    return tables, features
+
+
+def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
+    """Header, line numbers and rows of a CSV file; empty lines are skipped."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file)
+            numbered = [(reader.line_num, row) for row in reader if row]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise Problem(f"{path} cannot be read as CSV text: {error}") from None
+    if not numbered:
+        raise Problem(f"{path.name} is empty: it needs a header line with column names")
+    header = [name.strip() for name in numbered[0][1]]
+    if len(set(header)) < len(header):
+        raise Problem(f"{path.name} has two columns named '{max(header, key=header.count)}'")
+    for line, row in numbered[1:]:
+        if len(row) != len(header):
+            raise Problem(f"{path.name}, line {line}: {len(row)} values for {len(header)} columns")
+    return header, np.array([line for line, _ in numbered[1:]], dtype=np.int64), [row for _, row in numbered[1:]]
+
+
+def _numbers(
+    path: Path, cells: list[list[str]], columns: list[str], lines: np.ndarray, clients: np.ndarray
+) -> np.ndarray:
+    if not cells:
+        return np.empty((0, len(columns)))
+    try:
+        return np.array(cells).astype(np.float64)
+    except ValueError:
+        for line, client, row in zip(lines, clients, cells, strict=True):
+            for column, cell in zip(columns, row, strict=True):
+                try:
+                    float(cell)
+                except ValueError:
+                    raise Problem(
+                        f"client '{client}', line {line} in {path.name}: '{cell}' in column '{column}' is not a number"
+                    ) from None
+        raise

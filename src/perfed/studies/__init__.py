@@ -1,0 +1,1 @@
+"""Many runs: comparisons, searches, the papers' tables, benchmarks."""

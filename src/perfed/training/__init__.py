@@ -1,0 +1,1 @@
+"""A run: its settings, its folder, its training."""

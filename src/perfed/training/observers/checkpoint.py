@@ -1,0 +1,160 @@
+"""Checkpoints: everything a method's training is, in two files; the last two are kept.
+
+The clients' states are written first, row by row, to a file of bytes; the other file says what they are and makes the
+checkpoint whole. Neither writing nor reading holds all rows at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perfed.core.errors import Problem
+from perfed.core.tree import tree_map
+from perfed.engines.client_states import States
+from perfed.federation.federation import Federation, Traffic
+from perfed.training import files
+from perfed.training.observers import Round
+from perfed.training.observers.log import MetricsLog
+
+KEPT = 2
+RECENT, BEST = "checkpoints", "best"  # folders: what a run goes on from, and the round whose models are saved
+ROWS = ".rows"
+AT_ONCE = 64  # rows in memory at a time
+
+
+class Checkpoints:
+    """Writes one every so many rounds, after the metrics of that round."""
+
+    def __init__(self, folder: Path, every: int, log: MetricsLog):
+        self.folder, self.every, self.log = folder / RECENT, every, log
+        self.folder.mkdir(exist_ok=True)
+
+    def see(self, event: Round) -> None:
+        if event.last:  # the end is the result itself
+            self._prune()
+        elif event.federation.round % self.every == 0:
+            self.write(event.federation)
+
+    def write(self, federation: Federation) -> None:
+        """Save the federation as it is, with the lengths of the logs that belong to it."""
+        path, states = _path(self.folder, federation.round), federation.states
+        ids, digest = list(states), hashlib.sha256()
+        if ids:
+            files.write(path.with_suffix(ROWS), _watched(states.pieces(ids, AT_ONCE), digest))
+        state = {
+            "round": federation.round,
+            "server": federation.server,
+            "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest.hexdigest()},
+            "traffic": dataclasses.asdict(federation.traffic),
+            "logs": self.log.sizes(),
+        }
+        files.save_tree(path, state)
+        self._prune()
+
+    def _prune(self) -> None:
+        _keep(self.folder, _rounds(self.folder)[-KEPT:])
+
+
+class BestRound(Checkpoints):
+    """The round with the best models so far, of a run that is in round `now`."""
+
+    def __init__(self, folder: Path, log: MetricsLog, now: int):
+        super().__init__(folder, 0, log)
+        self.recent, self.folder = self.folder, folder / BEST
+        _keep(self.folder, [round for round in _rounds(self.folder) if round <= now])  # later ones are still to come
+
+    def write(self, federation: Federation) -> None:
+        self.folder.mkdir(exist_ok=True)
+        super().write(federation)
+
+    def _prune(self) -> None:
+        """Besides the newest, keep the one that a run would want that goes on from the newest checkpoint."""
+        known, there = max(_rounds(self.recent), default=0), _rounds(self.folder)
+        _keep(self.folder, [*there[-1:], *[round for round in there if round <= known][-1:]])
+
+    def restore(self, federation: Federation, round: int) -> bool:
+        """Set the federation to this round; whether it is there."""
+        if round in _rounds(self.folder):
+            _read(self.folder.parent, _path(self.folder, round), federation)
+        return federation.round == round
+
+
+def forget_best(folder: Path) -> None:
+    """What a run that is over does not need any more."""
+    shutil.rmtree(folder / BEST, ignore_errors=True)
+
+
+def _path(folder: Path, round: int) -> Path:
+    return folder / f"round_{round:08d}.safetensors"
+
+
+def _rounds(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("round_")) for path in folder.glob("round_*.safetensors"))
+
+
+def _keep(folder: Path, rounds: Iterable[int]) -> None:
+    kept = {_path(folder, round).stem for round in rounds}
+    for old in folder.glob("round_*"):
+        if old.stem not in kept:
+            old.unlink()
+
+
+def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+
+
+def _read_rows(path: Path, about: dict[str, Any], states: States) -> None:
+    """Fill `states` from a file of rows; a Problem where the file is not what was written."""
+    if "sha256" not in about:
+        raise Problem(f"'{path.parent}' holds checkpoints of an older perfed: resume with that one, or start anew")
+    ids, digest = about["clients"].tolist(), hashlib.sha256()
+    states.clear()
+    if not ids:
+        return
+    try:
+        with path.open("rb") as file:
+            for first in range(0, len(ids), AT_ONCE):
+                some = ids[first : first + AT_ONCE]
+                piece = bytearray(file.read(len(some) * states.width))
+                digest.update(piece)
+                if len(piece) == len(some) * states.width:
+                    states.load(some, torch.frombuffer(piece, dtype=torch.uint8).view(len(some), -1))
+    except FileNotFoundError:
+        raise Problem(f"there is no file '{path}'") from None
+    if digest.hexdigest() != about["sha256"]:
+        raise Problem(f"'{path}' is damaged: its checksum does not fit")
+
+
+def _read(folder: Path, path: Path, federation: Federation) -> dict[str, int]:
+    """Set the federation to one checkpoint; returns the logs' lengths."""
+    device, state = federation.method.model.device, files.load_tree(path)
+    for name, size in state["logs"].items():
+        files.long_enough(folder / name, size)
+    _read_rows(path.with_suffix(ROWS), state["states"], federation.states)
+    federation.round = state["round"]
+    federation.server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
+    federation.traffic = Traffic(**state["traffic"])
+    return state["logs"]
+
+
+def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
+    """Set the federation to its newest whole checkpoint; returns the logs' lengths, None where there is none."""
+    found = _rounds(folder / RECENT)
+    for round in reversed(found):
+        try:
+            return _read(folder, _path(folder / RECENT, round), federation)
+        except Problem as problem:
+            if round == found[0]:
+                raise
+            notice(f"{problem}; going back to the checkpoint before it")
+    return None

@@ -1,0 +1,50 @@
+"""One line per method: a bar on a terminal, a plain line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from perfed.training.observers import Round
+from perfed.training.observers.log import mean_accuracy
+
+PAUSE = 10.0  # seconds between plain lines
+
+
+class ProgressLine:
+    """Shows rounds done and the current mean accuracy of the personalised models."""
+
+    def __init__(self, console: Console, title: str, rounds: int, done: int = 0):
+        self.console, self.title, self.rounds = console, f"{title:<10}", rounds
+        self.accuracy, self.began = "", time.monotonic()
+        self.said = self.began
+        self.bar = None
+        if console.is_terminal:
+            words = ["{task.description}", "{task.fields[accuracy]}"]
+            middle = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar = Progress(TextColumn(words[0]), *middle, TextColumn(words[1]), console=console)
+            self.task = self.bar.add_task(self.title, total=rounds, completed=done, accuracy="")
+
+    def __enter__(self) -> ProgressLine:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def see(self, event: Round) -> None:
+        if event.values is not None:
+            accuracy = mean_accuracy(event.values)["personal"]
+            self.accuracy = "accuracy n/a" if accuracy is None else f"accuracy {accuracy:.3f}"
+        now = time.monotonic()
+        if self.bar:
+            self.bar.update(self.task, completed=event.federation.round, accuracy=self.accuracy)
+        elif event.last or now - self.said >= PAUSE:
+            self.said = now
+            line = f"{self.title} {event.federation.round}/{self.rounds}  {now - self.began:.0f} s  {self.accuracy}"
+            self.console.print(line, highlight=False)

@@ -1,0 +1,223 @@
+"""What a finished run gives: scores, comparisons with Local, and each client's model."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from perfed.core.errors import Problem, nearest
+from perfed.training import files
+from perfed.training.config import Config
+from perfed.training.experiment import BASELINE, load_network, read_clients, read_config
+from perfed.training.observers.log import ROUNDS, TIMES, read
+
+
+class ClientModel:
+    """One client of one method: its scores and its model."""
+
+    def __init__(self, run: Run, method: str, id: int):
+        self.run, self.method, self.id = run, method, id
+        self.about: dict[str, Any] = run.about["clients"][id]
+        self.name: str = self.about["name"]
+        own = run.path / method / "clients" / self.about["folder"] / "model.safetensors"
+        shared = run.path / method / "model.safetensors"  # of a run whose clients have no files of their own
+        self.path: Path = shared if shared.exists() and not own.exists() else own
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Scores of the last round, or of the one whose models are saved: model -> split -> metric."""
+        return self.run.result(self.method)["clients"][self.id]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy of the personalised model."""
+        return self.scores["personal"]["test"]["accuracy"]
+
+    def model(self) -> nn.Module:
+        """The personalised network, in eval mode."""
+        network = self.run.network()
+        try:
+            state = load_file(self.path)
+        except FileNotFoundError:
+            raise Problem(
+                f"client '{self.name}' has no model of {self.method}: the run kept none (--save-models), or it is lost"
+            ) from None
+        except (SafetensorError, OSError):
+            raise Problem(f"'{self.path}' is damaged or not a model") from None
+        network = network.to(next(iter(state.values())).dtype)
+        try:
+            network.load_state_dict(network.state_dict() | state)
+        except RuntimeError:
+            raise Problem(f"'{self.path}' does not fit the run's network") from None
+        return network.eval()
+
+    def predict(self, x: Any) -> np.ndarray:
+        """The class of every sample; x as the data set gives it (images from 0 to 255 are scaled as in training)."""
+        return self.logits(x).argmax(1).numpy()
+
+    def logits(self, x: Any) -> Tensor:
+        """The network's output for samples x [n, ...]."""
+        shape = tuple(self.run.about["shape"])
+        x = torch.as_tensor(np.asarray(x))
+        if x.shape[1:] != shape or x.dim() != len(shape) + 1:
+            raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
+        network = self.model()
+        dtype = next(network.parameters()).dtype
+        image = self.run.about["image"]  # trained on bytes: then x holds 0 to 255, whatever its type
+        x = x.to(dtype) / (255 if image else 1)
+        if image and self.run.about["mean"] is not None:
+            mean, std = (torch.tensor(self.run.about[k], dtype=dtype).view(-1, 1, 1) for k in ("mean", "std"))
+            x = (x - mean) / std
+        if not x.isfinite().all():
+            raise Problem("the input holds numbers that are not finite")
+        with torch.no_grad():
+            return network(x)
+
+
+class Run:
+    """A run folder, opened."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config: Config = read_config(self.path)
+        self.about: dict[str, Any] = read_clients(self.path)
+        self.entries = {entry.name: entry for entry in self.config.entries()}
+        self._results: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}: {', '.join(self.entries)}; {len(self.about['clients'])} clients)"
+
+    @property
+    def main(self) -> str:
+        """The method meant when none is named: the last of the run."""
+        return list(self.entries)[-1]
+
+    @cached_property
+    def _network(self) -> Any:
+        return load_network(self.path)[0]
+
+    def network(self) -> nn.Module:
+        """A fresh network of this run's kind."""
+        return self._network()
+
+    def result(self, method: str) -> dict[str, Any]:
+        """What a method's training ended with."""
+        if method not in self.entries:
+            raise Problem(f"this run has no method '{method}'{nearest(method, self.entries)}")
+        path = self.path / method / "result.json"
+        if not path.exists():
+            raise Problem(f"{method} is not finished: continue with `perfed resume {self.path}`")
+        changed = path.stat().st_mtime_ns
+        if self._results.get(method, (None,))[0] != changed:  # with many clients, reading it again and again takes long
+            self._results[method] = changed, files.read_json(path)
+        return self._results[method][1]
+
+    def clients(self, method: str | None = None) -> list[ClientModel]:
+        """All clients of a method."""
+        method = method or self.main
+        self.result(method)
+        return [ClientModel(self, method, id) for id in range(len(self.about["clients"]))]
+
+    def client(self, name: str, method: str | None = None) -> ClientModel:
+        """One client, by the name it has in the data (or its folder's)."""
+        for one in self.clients(method):
+            if name in (one.name, one.about["folder"]):
+                return one
+        names = [client["name"] for client in self.about["clients"]]
+        close = nearest(name, names) if len(names) <= 50 or "mean" in nearest(name, names) else ""
+        raise Problem(f"this run has no client '{name}'{close}")
+
+    def accuracies(self, method: str, model: str = "personal", split: str = "test") -> np.ndarray:
+        """One number per client; NaN where a client has no samples in the split."""
+        return self.scores(method, "accuracy", model, split)
+
+    def scores(self, method: str, metric: str, model: str = "personal", split: str = "test") -> np.ndarray:
+        """The same of any metric: accuracy, loss, and where the run has them macro_f1 and auc."""
+        scores = [client[model].get(split, {}).get(metric) for client in self.result(method)["clients"]]
+        return np.array([np.nan if s is None else s for s in scores])
+
+    def curve(self, method: str, model: str = "personal") -> tuple[list[int], list[float]]:
+        """(rounds, mean test accuracy) as far as evaluated."""
+        lines = [line for line in read(self.path / method / ROUNDS) if "accuracy" in line]
+        return [line["round"] for line in lines], [line["accuracy"][model] for line in lines]
+
+    def seconds(self, method: str) -> float:
+        """Time spent in rounds, interruptions not counted."""
+        return sum(line["seconds"] for line in read(self.path / method / TIMES))
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One dict per method: accuracy over clients, gain over Local, bytes, time, where the models are."""
+        return [self._summary(name) for name in self.entries]
+
+    def _summary(self, name: str) -> dict[str, Any]:
+        result, accuracy = self.result(name), self.accuracies(name)
+        samples = np.array([client["test"] for client in self.about["clients"]])
+        sent = result["bytes"]
+        return {
+            "run": str(self.path),
+            "method": name,
+            "title": result["title"],
+            "evaluates": result["evaluates"],
+            "rounds": result["rounds"],
+            "saved_round": result.get("saved_round", result["rounds"]),
+            "clients": len(accuracy),
+            "accuracy": spread(accuracy, samples),
+            "others": {m: spread(self.accuracies(name, m), samples) for m in self._others(result)},
+            "gain": None if name == BASELINE or BASELINE not in self.entries else self.gain(name),
+            "bytes": {
+                "down": sent["down_shared"] + sent["down_own"],
+                "up": sent["up_mean"] + sent["up_own"],
+                "extra": sent.get("extra", {}),
+                "by_compartment": sent,
+            },
+            "seconds": round(self.seconds(name), 3),
+            "faults": result.get("faults"),
+            "models": str(self.path / name / "clients"),
+        }
+
+    @staticmethod
+    def _others(result: dict[str, Any]) -> list[str]:
+        return [model for model in result["clients"][0] if model != "personal"]
+
+    def gain(self, method: str) -> dict[str, Any]:
+        """A method's test accuracy minus Local's, client by client."""
+        return compare(self.accuracies(method), self.accuracies(BASELINE))
+
+
+def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float | None]:
+    """Mean over clients, mean over samples, deviation over clients, mean of the worst tenth of the clients."""
+    known = ~np.isnan(accuracy)
+    a, n = accuracy[known], samples[known]
+    if not len(a):
+        return dict.fromkeys(("mean", "weighted", "std", "worst10"))
+    worst = np.sort(a)[: max(1, round(len(a) / 10))]
+    mean, weighted = float(a.mean()), float((a * n).sum() / n.sum())
+    return {"mean": mean, "weighted": weighted, "std": float(a.std()), "worst10": float(worst.mean())}
+
+
+def compare(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
+    """Differences over clients: mean, how many are better or worse, and Wilcoxon's signed-rank test."""
+    from scipy.stats import wilcoxon
+
+    difference = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
+    if not len(difference):
+        return {"mean": None, "std": None, "better": 0, "worse": 0, "clients": 0, "p": None}
+    ranked = np.round(difference, 6)  # equal gains are ties, whatever the last bit of their accuracies says
+    # All differences zero: nothing to test.
+    p = float(np.asarray(wilcoxon(ranked, zero_method="zsplit"))[1]) if np.any(ranked) else 1.0
+    better, worse = int((ranked > 0).sum()), int((ranked < 0).sum())
+    return {
+        "mean": float(difference.mean()),
+        "std": float(difference.std()),
+        "better": better,
+        "worse": worse,
+        "clients": len(difference),
+        "p": p,
+    }

@@ -1,0 +1,221 @@
+"""The vectorised engine on a GPU against the reference on the CPU; the kernels' own tests run there too.
+
+`pytest -m gpu` runs these; `pytest tests/test_kernels.py tests/test_fuse.py tests/test_fast.py tests/test_together.py`
+uses compiled kernels where there is a GPU.
+"""
+
+import functools
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from perfed.accel import autotune
+from perfed.accel.fast import fast
+from perfed.contract import contract
+from perfed.core.clients import Clients, Split
+from perfed.core.model import Batch, Model
+from perfed.core.tree import tree_map
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Together, Vectorised
+from perfed.federation.faults import Faults
+from perfed.federation.federation import Federation, evaluate_together, step_together
+from perfed.methods.fedavg import FedAvg
+from perfed.models import make_network
+from perfed.training.catalog import methods
+from perfed.training.config import ModelConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="recorded steps need Triton")
+Recorded = functools.partial(Vectorised, fast=True)
+
+
+@pytest.fixture
+def full_precision():
+    """Without TF32, whose products differ from float32's in the fourth digit."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def here(tree):
+    """The same on the CPU."""
+    return tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, tree)
+
+
+def compare(found, expected):
+    contract.compare(contract.Outcome(*(here(getattr(found, f)) for f in vars(found))), expected, "the GPU")
+
+
+def on(device, name, network, **changed):
+    entry = methods()[name]
+    like = contract.maker(entry, network)(**changed)
+    settings = {field: getattr(like, field) for field in entry.fields}
+    return entry.load()(Model(contract.NETWORKS[network], dtype=torch.float64, device=device), **settings)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("name", list(methods()))
+def test_gpu_equals_cpu(name, network, compile):
+    if network not in contract.networks(methods()[name]):
+        pytest.skip("a network that this method refuses")
+    if compile and name not in ("fedavg", "pgfed"):
+        pytest.skip("compiling takes long: two methods stand for all")
+    expected = contract.play(Sequential(on("cpu", name, network), contract.toy_clients(), seed=5))
+    engine = Vectorised(
+        on("cuda", name, network), contract.toy_clients(), seed=5, compile=compile, sizes=(3,) if compile else ()
+    )
+    compare(contract.play(engine), expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("name", list(methods()))
+def test_recorded_on_a_gpu_equals_cpu(name, network):
+    if network not in contract.networks(methods()[name]) or not methods()[name].load().vectorised:
+        pytest.skip("a network that this method refuses, or a method that is not batched")
+    expected = contract.play(Sequential(on("cpu", name, network), contract.toy_clients(), seed=5))
+    compare(contract.play(Recorded(on("cuda", name, network), contract.toy_clients(), seed=5)), expected)
+
+
+def images():
+    """Three clients of different sizes, kept as bytes: their batches are made by a kernel."""
+    draw = torch.Generator().manual_seed(0)
+
+    def split(*counts):
+        x = torch.randint(0, 256, (sum(counts), 3, 32, 32), generator=draw, dtype=torch.uint8)
+        return Split(x, torch.arange(sum(counts)) % 10, counts)
+
+    half = torch.full((3, 1, 1), 0.5)
+    return Clients(("a", "b", "c"), split(40, 13, 27), split(5, 5, 5), split(9, 9, 9), 10, half, half)
+
+
+def network(name, norm="group"):
+    return make_network(ModelConfig(name=name, norm=norm), (3, 32, 32), 10)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to("cuda")
+
+
+@needs_triton
+@pytest.mark.usefixtures("full_precision")
+@pytest.mark.parametrize("layer", [(5, 1, 0), (3, 1, 1), (3, 2, 1), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("pool", [False, True], ids=["plain", "average"])
+def test_a_layer_of_full_size_in_single_precision(layer, pool):
+    """Without ReLU, which near zero may be on in one precision and off in the other."""
+    from perfed.accel import convolution, operators
+
+    kernel, stride, padding = layer
+    x, w, b = random(3, 64, 16, 28, 28), random(3, 32, 16, kernel, kernel), random(3, 32)
+    shape = convolution.Layer(kernel, stride, padding, pool=convolution.AVG if pool else convolution.NONE)
+
+    def plain(x, w, b):
+        y = F.conv2d(x, w, b, stride, padding)
+        return F.avg_pool2d(y, 2) if pool else y
+
+    ours = lambda *t: operators.conv(*t, shape)
+    g = random(*torch.func.vmap(ours)(x, w, b).shape)
+    found, expected = (
+        torch.func.vmap(torch.func.grad(lambda x, w, b, g, f=f: (f(x, w, b) * g).sum(), argnums=(0, 1, 2)))(*tensors)
+        for f, tensors in ((ours, (x, w, b, g)), (plain, (x.double(), w.double(), b.double(), g.double())))
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert contract.difference(one, other) < 1e-5
+    double = torch.func.vmap(plain)(x.double(), w.double(), b.double())
+    assert contract.difference(torch.func.vmap(ours)(x, w, b), double) < 1e-5
+
+
+@needs_triton
+@pytest.mark.usefixtures("full_precision")
+@pytest.mark.parametrize("name", ["lenet", "fedavgcnn", "resnet"])
+def test_networks_in_single_precision(name):
+    """Losses and gradients of three clients: kernels in float32 against PyTorch's layers in float64."""
+    x, y = random(3, 8, 3, 32, 32), torch.arange(24, device="cuda").remainder(10).view(3, 8)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = Model(network(name), device="cuda", dtype=dtype)
+        theta = torch.stack([model.init(seed) for seed in range(3)])
+        gradient = lambda theta, x, y, model=model: model.grad(theta, Batch(x, y, None, y[0]))
+        with fast():  # which double precision does not take
+            found.append(torch.func.vmap(gradient)(theta, x.to(dtype), y))
+    (g, _, loss), (exact, _, value) = found
+    assert contract.difference(loss, value) < 1e-5
+    assert contract.difference(g, exact) < 1e-3  # a ReLU near zero may be on in one and off in the other
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "pfedmb"])
+def test_fine_tuning_on_a_gpu_equals_cpu(name):
+    make = lambda device: on(device, name, "plain", fine_tune=2)
+    expected = contract.play(Sequential(make("cpu"), contract.toy_clients(), seed=5))
+    for engine in (Vectorised, Recorded):
+        compare(contract.play(engine(make("cuda"), contract.toy_clients(), seed=5)), expected)
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised, pytest.param(Recorded, marks=needs_triton)])
+@pytest.mark.parametrize(("name", "norm"), [("lenet", "batch"), ("resnet", "batch"), ("resnet", "group")])
+def test_a_gpu_run_can_be_repeated(name, norm, engine):
+    """Bit for bit, with convolutions in float32: what resuming to the byte needs."""
+    clients = images().to("cuda")
+    torch.backends.cudnn.deterministic = True  # as every run sets it
+    make = lambda: FedAvg(Model(network(name, norm), device="cuda"), epochs=2, lr=0.05)
+    one, two = (contract.play(engine(make(), clients), [range(3)] * 2) for _ in range(2))
+    assert contract.difference(one.server, two.server) == 0
+    assert contract.difference(one.values, two.values) == 0
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "pgfed"])
+def test_several_runs_in_one_batch(name):
+    """Recorded steps with seeds as rows: each run ends as the reference does alone."""
+    clients, rates = contract.toy_clients(), {0: 0.05, 3: 0.05, 7: 0.02}
+    engines = [Recorded(on("cuda", name, "norm", seed=s, lr=lr), clients, seed=s) for s, lr in rates.items()]
+    federations, together = [Federation(engine) for engine in engines], Together(engines)
+    for _ in range(2):
+        step_together(federations, together)
+    values = evaluate_together(federations, together)
+    for at, (seed, lr) in enumerate(rates.items()):
+        alone = Federation(Sequential(on("cpu", name, "norm", seed=seed, lr=lr), clients, seed=seed))
+        for _ in range(2):
+            alone.step()
+        assert contract.difference(here(federations[at].server), alone.server) < 1e-9
+        assert contract.difference(values[at], alone.evaluate()) < 1e-9
+
+
+@needs_triton
+def test_launch_parameters_are_kept(tmp_path, monkeypatch):
+    """Timed once, written to $PERFED_CACHE, and read by the next process."""
+    monkeypatch.setenv("PERFED_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune, "_chosen", {})
+    monkeypatch.setattr(autotune, "_loaded", set())
+    method = FedAvg(Model(network("lenet"), device="cuda"), epochs=1, batch_size=7)
+    Federation(Recorded(method, images())).step()
+    chosen = dict(autotune._chosen)
+    assert {key[0] for key in chosen} == {"forward", "weights", "inputs"}
+    assert len(list(tmp_path.glob("kernels-*.json"))) == 1
+    monkeypatch.setattr(autotune, "_chosen", {})
+    monkeypatch.setattr(autotune, "_loaded", set())
+    autotune._load(torch.device("cuda"))
+    assert autotune._chosen == chosen
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "ditto"])  # one model for all, one for each
+def test_failing_clients_and_all_scores(name):
+    ends = []
+    for engine, device in ((Sequential, "cpu"), (Recorded, "cuda")):
+        method = on(device, name, "norm", epochs=3, cohort=4)
+        federation = Federation(
+            engine(method, contract.toy_clients(), seed=5), faults=Faults(dropout=0.3, stragglers=0.7)
+        )
+        for _ in range(4):
+            federation.step()
+        ends.append(here((federation.server, dict(federation.states), federation.evaluate(full=True))))
+    assert contract.difference(ends[1], ends[0]) < 1e-9

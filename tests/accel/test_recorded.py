@@ -1,0 +1,256 @@
+"""What a recorded engine must not get wrong silently: cases that once were."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import vmap
+
+pytest.importorskip("triton", reason="the fast engine needs Triton")
+
+from perfed.accel import operators
+from perfed.accel.convolution import Layer
+from perfed.accel.schedule import trace
+from perfed.accel.trace import Rows, record
+from perfed.contract import contract
+from perfed.core.clients import Clients, Split
+from perfed.core.data import Batch
+from perfed.core.errors import Problem
+from perfed.core.messages import Up
+from perfed.core.model import Model
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Together, Vectorised
+from perfed.federation.federation import Federation, step_together
+from perfed.methods.fedavg import FedAvg
+from perfed.training.catalog import methods
+
+
+def picture_clients(last: bool) -> Clients:
+    """Coloured pictures, either as PyTorch lays them out or with the channels last, as image files are read."""
+    draw = torch.Generator().manual_seed(0)
+
+    def split(n: int) -> Split:
+        x = torch.randint(0, 256, (2 * n, 8, 8, 3), generator=draw, dtype=torch.uint8).permute(0, 3, 1, 2)
+        return Split(x if last else x.contiguous(), torch.arange(2 * n) % 3, (n, n))
+
+    half = torch.full((3, 1, 1), 0.5)
+    return Clients(("a", "b"), split(5), split(1), split(2), 3, half, half)
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+
+
+@pytest.mark.parametrize("last", [pytest.param(False, marks=pytest.mark.slow), True], ids=["first", "last"])
+def test_pictures_in_any_layout(last):
+    clients = picture_clients(last)
+    make = lambda: FedAvg(Model(small_cnn), epochs=1, batch_size=4, lr=0.05)
+    expected = contract.play(Sequential(make(), clients), [(0, 1)])
+    found = contract.play(Vectorised(make(), clients, fast=True), [(0, 1)])
+    moved = (expected.server - make().init_server(2)).norm()
+    assert (found.server - expected.server).norm() < 1e-4 * moved
+    assert contract.difference(found.values, expected.values) < 1e-4
+
+
+def test_what_is_not_a_number_stays_so():
+    nan = torch.tensor([[float("nan"), -1.0, 2.0]])
+    for f in (
+        lambda x: (x.relu() * 2,),
+        lambda x: (x.clamp_min(0.0) + 1,),
+        lambda x: (torch.where(x > 0, x, -torch.inf) + 0 * x,),
+        lambda x: (torch.rsub(x, 1.0, alpha=2.0) + x,),
+    ):
+        assert torch.equal(trace(f, nan)(nan)[0], f(nan)[0]) or torch.allclose(
+            trace(f, nan)(nan)[0], f(nan)[0], equal_nan=True
+        )
+
+
+def test_several_steps_to_a_graph(monkeypatch):
+    from perfed.accel import loops
+
+    monkeypatch.setattr(loops, "WORTH", 2)
+    monkeypatch.setattr(loops, "MANY", 3)
+    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=2, batch_size=2, lr=0.05)
+    clients = contract.toy_clients((4, 4))
+    engine = Vectorised(make(), clients, fast=True)
+    cohorts = [(0, 1)] * 2
+    contract.compare(contract.play(engine, cohorts), contract.play(Sequential(make(), clients), cohorts), "graphs")
+    recorder = engine.runner.recorder
+    assert recorder is not None
+    assert {steps for loop in recorder.loops.values() for _, steps in loop.graphs} == {1, 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Growing(FedAvg):
+    """A step that returns another form than it was given."""
+
+    def step(self, carry, batch, given):
+        return carry + 0.5
+
+    def local(self, client, down, data):
+        return client, Up(mean=down.shared * data.fold(self.step, torch.zeros(1, dtype=torch.int64)[0]))
+
+
+def test_a_step_keeps_its_carrys_form():
+    method = Growing(Model(contract.plain_net, dtype=torch.float64), epochs=1)
+    with pytest.raises(TypeError, match="another form"):
+        contract.play(Vectorised(method, contract.toy_clients(), fast=True), [(0, 1)])
+
+
+@dataclasses.dataclass(frozen=True)
+class SeveralMeans(FedAvg):
+    """Two exact means of the same function with another number of models."""
+
+    def losses(self, batch, models):
+        return torch.stack([self.model.loss(theta, batch)[0] for theta in models])
+
+    def local(self, client, down, data):
+        three = data.mean(self.losses, [down.shared, 2 * down.shared, 3 * down.shared])
+        one = data.mean(self.losses, [down.shared])
+        return client, Up(mean=(three, one))
+
+    def aggregate(self, server, cohort):
+        assert cohort.mean[0].shape == (3,)
+        assert cohort.mean[1].shape == (1,)
+        return server + 0 * cohort.mean[1]
+
+
+def test_means_of_different_shapes_are_different_records():
+    make = lambda: SeveralMeans(Model(contract.plain_net, dtype=torch.float64), epochs=1)
+    contract.play(Vectorised(make(), contract.toy_clients(), fast=True), [(0, 1, 2)])
+
+
+def test_a_step_that_is_no_straight_line_is_recorded_anew():
+    half = lambda x: (x[: x.shape[0] // 2].sum() * x,)
+    rows = Rows((9, record(half, torch.ones(9, 3))), (4, record(half, torch.ones(4, 3))))
+    assert rows(6) is None
+    counted = lambda x: (x * torch.tensor([float(x.shape[0])]),)
+    assert not Rows((8, record(counted, torch.ones(8, 3))), (4, record(counted, torch.ones(4, 3)))).alike
+
+
+@pytest.mark.slow
+def test_a_client_without_samples_beside_many():
+    sizes = (*(3,) * 33, 0)
+    clients = contract.toy_clients(sizes)
+    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=2, lr=0.05)
+    expected = contract.play(Sequential(make(), clients), [range(34)])
+    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [range(34)]), expected, "recorded")
+
+
+def test_labels_out_of_range_are_refused():
+    clients = contract.toy_clients()
+    wrong = dataclasses.replace(clients, test=dataclasses.replace(clients.test, y=clients.test.y + 7))
+    with pytest.raises(Problem, match="not one of the 3 classes"):
+        Vectorised(FedAvg(Model(contract.plain_net)), wrong, fast=True)
+
+
+def test_runs_of_different_methods_or_networks_do_not_train_together():
+    clients, model = contract.toy_clients(), Model(contract.plain_net)
+    engine = lambda name, model: Vectorised(methods()[name].load()(model), clients)
+    with pytest.raises(Problem, match="same method"):
+        Together([engine("fedavg", model), engine("local", model)])
+    with pytest.raises(Problem, match="same network"):
+        Together([engine("fedavg", model), engine("fedavg", Model(contract.norm_net))])
+
+
+def test_apple_runs():
+    make = contract.maker(methods()["apple"])
+    Federation(Sequential(make(), contract.toy_clients())).step()
+
+
+def test_a_network_whose_size_needs_no_padding():
+    net = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))  # 92 numbers, a multiple of four
+    make = lambda: FedAvg(Model(net, dtype=torch.float64), epochs=1, batch_size=5)
+    clients = contract.toy_clients((7, 5))
+    expected = contract.play(Sequential(make(), clients), [(0, 1)])
+    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [(0, 1)]), expected, "recorded")
+
+
+def test_an_empty_piece():
+    theta, g = torch.randn(3, 8), torch.randn(3, 8)
+    function = lambda theta, g: (theta - 0.1 * torch.cat([g[:, :5], g[:, 5:], torch.zeros(0)], 1),)
+    assert torch.allclose(trace(function, theta, g)(theta, g)[0], function(theta, g)[0])
+
+
+def test_runs_with_models_of_their_own():
+    engines = [
+        Vectorised(contract.maker(methods()["fedbabu"])(epochs=1, seed=s), contract.toy_clients(), seed=s)
+        for s in (0, 3)
+    ]
+    step_together([Federation(e) for e in engines], Together(engines))
+
+
+def test_arithmetic_on_constants_alone():
+    x = torch.randn(2, 3)
+    function = lambda x: (torch.zeros_like(x) + torch.ones_like(x),)
+    assert torch.equal(trace(function, x)(x)[0], function(x)[0])
+
+
+def test_labels_in_another_layout():
+    z, y = torch.randn(3, 5, 4), torch.randint(0, 4, (5, 3))
+    expected = torch.stack([F.cross_entropy(z[c], y[:, c], reduction="none") for c in range(3)])
+    assert torch.allclose(vmap(operators.cross_entropy, (0, 1))(z, y), expected)
+
+
+def test_some_channels_of_a_layer():
+    x, w, v = torch.randn(2, 2, 3, 8, 8), torch.randn(2, 4, 3, 3, 3), torch.randn(2, 4, 3, 3, 3)
+    conv = lambda x, w: operators.conv(x, w, None, Layer(3))
+    found = vmap(lambda x, w, v: conv(conv(x, w)[:, 1:], v))(x, w, v)
+    expected = torch.stack([F.conv2d(F.conv2d(x[c], w[c])[:, 1:], v[c]) for c in range(2)])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_a_result_beyond_the_arguments_that_is_one():
+    x = torch.randn(3, 5)
+    place = x.clone()
+    found = trace(lambda x: (x + 1, x), x)(place, into=[place])
+    assert torch.equal(found[1], x)
+
+
+def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():
+    """The first engine records for its own clients, then for those of all runs."""
+    make = lambda seed: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=5, seed=seed)
+    tables = [contract.toy_clients((7, 5), seed=seed) for seed in (0, 1)]
+    engines = [Vectorised(make(s), clients, seed=s, fast=True) for s, clients in enumerate(tables)]
+    federations = [Federation(engine) for engine in engines]
+    for federation in federations:
+        federation.step()
+    step_together(federations, Together(engines))
+    for seed, federation in enumerate(federations):
+        expected = Federation(Sequential(make(seed), tables[seed], seed=seed))
+        expected.step()
+        expected.step()
+        assert contract.difference(federation.server, expected.server) < 1e-9
+
+
+def test_what_is_kept_is_no_wrapper():
+    """A table made first inside a trace outlives the trace: outside, it must be an ordinary tensor."""
+    from perfed.core import random
+
+    random._table.cache_clear()
+    make = contract.maker(methods()["fedfomo"], "norm")
+    contract.play(Vectorised(make(epochs=1), contract.toy_clients((4, 3)), seed=5, fast=True), [(0, 1)])
+    assert random._table.cache_info().currsize > 0
+    for n in range(1, 65):
+        table = random._table(n, torch.device("cpu"))
+        assert not torch._is_functional_tensor(table)
+        assert table.data_ptr() != 0
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_gradient_of_the_head_alone_goes_back_no_further(decay):
+    """FedRep's first phase moves only the head, and so does the second gradient of FedRoD's step."""
+    rod, rep = (methods()[name].load()(Model(small_cnn), weight_decay=decay) for name in ("fedrod", "fedrep"))
+    theta, x, y = torch.randn(4, rod.model.width), torch.randn(4, 5, 3, 8, 8), torch.randint(3, (4, 5))
+
+    def back_through_convolutions(step):
+        batched = vmap(lambda theta, x, y: step(theta, Batch(x, y, None, torch.zeros(2, dtype=torch.long))))
+        return sum("convolution_backward" in str(n.target) for n in record(batched, theta, x, y).nodes)
+
+    descent = lambda only: lambda theta, batch: rep._descent(type(rep).gradient, only, (theta, theta[:0]), batch, ())
+    assert back_through_convolutions(descent("head")) == 0
+    assert back_through_convolutions(descent("body")) == 1
+    both = lambda theta, batch: rod.step((theta, theta[:0], 0 * theta, theta[:0]), batch, theta[:3])
+    assert back_through_convolutions(both) == 1

@@ -1,0 +1,689 @@
+"""Where data come from, and how each client's samples are split."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perfed.core.errors import Problem
+from perfed.data import DATASETS, load
+from perfed.data.pool import TEST, TRAIN, VAL, data_dir
+from perfed.data.sources.domains import resized
+from perfed.data.split import divide
+from perfed.report.partition import heading
+from perfed.training.config import DataConfig
+
+
+def real(file):
+    """The folder with real data files, or a skip."""
+    root = Path(__file__).resolve().parents[2]
+    places = [Path(os.environ["PERFED_DATA"])] if "PERFED_DATA" in os.environ else []
+    places += [root / "shared" / "data", root.parent / "shared" / "data"]
+    for place in places:
+        if (place / file).is_file():
+            return str(place)
+    return pytest.skip(f"{file} is in no data folder")
+
+
+def rows(split, i):
+    """Client i's part of a table."""
+    return slice(split.start[i], split.start[i] + split.size[i])
+
+
+def same(a, b):
+    return a.names == b.names and all(
+        torch.equal(a.split(s).x, b.split(s).x) and torch.equal(a.split(s).y, b.split(s).y)
+        for s in ("train", "val", "test")
+    )
+
+
+# --- splits ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 30))
+def test_split_sizes(n):
+    y = np.random.default_rng(n).integers(0, 3, n)
+    part = divide(y, None, 0.25, 0.1, np.random.default_rng(0))
+    train, val, test = (int((part == code).sum()) for code in (TRAIN, VAL, TEST))
+    assert train >= 1
+    assert test >= (n >= 3)
+    assert abs(test - n * 0.25) <= 1
+    assert abs(val - n * 0.1) <= 1
+
+
+def test_split_is_stratified():
+    y = np.repeat([0, 1, 2], [40, 100, 12])
+    for seed in range(5):
+        part = divide(np.random.default_rng(seed).permutation(y), None, 0.25, 0.1, np.random.default_rng(seed))
+        y_ = np.random.default_rng(seed).permutation(y)
+        tests, vals = (np.bincount(y_[part == code], minlength=3) for code in (TEST, VAL))
+        assert abs(tests - np.array([10, 25, 3])).max() <= 1
+        assert abs(vals - np.array([4, 10, 1.2])).max() <= 1.2
+
+
+def test_split_keeps_units_whole():
+    unit = np.repeat(np.arange(20), np.arange(1, 21))
+    part = divide(unit % 4, unit, 0.25, 0.1, np.random.default_rng(0))
+    assert all(len(np.unique(part[unit == u])) == 1 for u in range(20))
+    assert {TRAIN, VAL, TEST} == set(part.tolist())
+    assert (divide(np.zeros(9), np.zeros(9), 0.25, 0.1, np.random.default_rng(0)) == TRAIN).all()
+
+
+def test_large_shares_leave_a_training_sample():
+    assert (divide(np.zeros(3), None, 0.6, 0.39, np.random.default_rng(0)) == TRAIN).sum() == 1
+    with pytest.raises(Problem, match=r"data.test \+ data.val must be below 1"):
+        load(DataConfig(test=0.6, val=0.5), 0)
+
+
+def test_split_at_random_does_not_look_at_classes():
+    y = np.repeat([0, 1], 200)
+    part = divide(y, None, 0.25, 0.1, np.random.default_rng(0), stratify=False)
+    counts = [int((part == code).sum()) for code in (TRAIN, VAL, TEST)]
+    assert counts == [260, 40, 100]
+    tests = [(divide(y, None, 0.25, 0, np.random.default_rng(s), False)[:200] == TEST).sum() for s in range(40)]
+    assert np.std(tests) == pytest.approx(4.3, abs=1.5)  # hypergeometric: sqrt(100 / 4 * 300 / 399)
+    assert not same(load(DataConfig(), 0), load(DataConfig(stratify=False), 0))
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_lists_need_no_torch():
+    code = "import sys, perfed.data, perfed.data.schemes, perfed.models; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_unknown_name():
+    with pytest.raises(Problem, match="there is no data set 'digit'; did you mean 'digits'"):
+        load(DataConfig(name="digit"), 0)
+    with pytest.raises(Problem, match="there is no partition 'idd'; did you mean 'iid'"):
+        load(DataConfig(partition="idd"), 0)
+    assert all("\n" not in line for line in DATASETS.values())
+
+
+def test_digits():
+    clients = load(DataConfig(), 0)
+    assert clients.shape == (1, 8, 8)
+    assert clients.train.x.dtype == torch.float32
+    assert clients.train.y.dtype == torch.int64
+    assert float(clients.train.x.max()) == 1
+    assert clients.names == tuple(f"client_{i:02d}" for i in range(20))
+    assert sum(len(clients.split(s).y) for s in ("train", "val", "test")) == 1797
+    assert all(sum(clients.split(s).size) == len(clients.split(s).y) for s in ("train", "val", "test"))
+    everything = torch.cat([clients.split(s).x for s in ("train", "val", "test")]).flatten(1)
+    assert len(everything.unique(dim=0)) == 1797
+    assert same(clients, load(DataConfig(), 0))
+    assert not same(clients, load(DataConfig(), 1))
+
+
+def test_names_of_many_clients():
+    assert load(DataConfig(partition="iid", clients=101), 0).names[7] == "client_007"
+
+
+def test_each_client_is_tested_on_its_own_classes():
+    clients = load(DataConfig(partition="classes"), 0)
+    for i in range(len(clients)):
+        held = [set(s.y[rows(s, i)].tolist()) for s in (clients.train, clients.test)]
+        assert held[0] == held[1]
+        assert len(held[0]) == 2
+    assert len(set(clients.train.size)) == 1
+
+
+def test_synthetic():
+    config = DataConfig(name="synthetic", clients=12)
+    clients = load(config, 0)
+    sizes = np.add(np.add(clients.train.size, clients.val.size), clients.test.size)
+    assert len(clients) == 12
+    assert clients.shape == (60,)
+    assert clients.classes == 10
+    assert (sizes % 5 == 0).all()
+    assert sizes.min() >= 250
+    assert sizes.max() <= 10_000
+    assert same(clients, load(config, 0))
+    deviation = clients.train.x[rows(clients.train, 0)].std(dim=0)
+    assert torch.allclose(deviation, torch.arange(1, 61) ** -0.6, rtol=0.35)
+    with pytest.raises(Problem, match=r"data.clients must be at least 1 for 'synthetic'"):
+        load(DataConfig(name="synthetic", clients=0), 0)
+    with pytest.raises(Problem, match="'synthetic' has clients of its own"):
+        load(DataConfig(name="synthetic", partition="iid"), 0)
+
+
+def test_synthetic_without_difference_has_one_centre():
+    spread = lambda b: np.std([rows_.mean() for rows_ in _inputs(b)])
+    assert spread(0.0) < spread(3.0) / 3
+
+
+def _inputs(b):
+    clients = load(DataConfig(name="synthetic", synthetic_b=b), 0)
+    return [clients.train.x[rows(clients.train, i)].numpy() for i in range(len(clients))]
+
+
+def test_data_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PERFED_DATA", str(tmp_path))
+    assert data_dir(DataConfig()) == tmp_path
+    (tmp_path / "own").mkdir()
+    assert data_dir(DataConfig(dir=str(tmp_path / "own"))) == tmp_path / "own"
+    monkeypatch.delenv("PERFED_DATA")
+    assert data_dir(DataConfig()) == Path.home() / ".cache" / "perfed"
+    with pytest.raises(Problem, match=r"data.dir: there is no folder 'nowhere'"):
+        load(DataConfig(name="mnist", dir="nowhere"), 0)
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def plain_images(path, n=60, colour=False, **more):
+    rng = np.random.default_rng(0)
+    make = lambda k: rng.integers(0, 256, (k, 8, 8, 3) if colour else (k, 8, 8), dtype=np.uint8)
+    arrays = dict(x_train=make(n), y_train=np.arange(n) % 10, x_test=make(20), y_test=np.arange(20) % 10)
+    np.savez(path, **(arrays | more))
+    return arrays
+
+
+def test_plain_images(tmp_path):
+    arrays = plain_images(tmp_path / "cifar10.npz", colour=True)
+    clients = load(DataConfig(name="cifar10", dir=str(tmp_path), partition="iid", clients=4), 0)
+    assert clients.shape == (3, 8, 8)
+    assert clients.train.x.dtype == torch.uint8
+    assert clients.mean is not None
+    assert clients.std is not None
+    assert clients.mean.shape == (3, 1, 1)
+    pixels = arrays["x_train"] / 255
+    assert np.allclose(clients.mean.flatten(), pixels.mean((0, 1, 2)))
+    assert np.allclose(clients.std.flatten(), pixels.std((0, 1, 2)))
+    assert sum(len(clients.split(s).y) for s in ("train", "val", "test")) == 80
+    picture = clients.train.x[0].permute(1, 2, 0).numpy()
+    assert any((picture == x).all() for x in np.concatenate([arrays["x_train"], arrays["x_test"]]))
+
+
+def test_official_test_set_is_kept(tmp_path):
+    arrays = plain_images(tmp_path / "mnist.npz", n=300)
+    config = DataConfig(name="mnist", dir=str(tmp_path), partition="iid", clients=4, split="official", val=0.2)
+    clients = load(config, 0)
+    pictures = lambda x: {picture.tobytes() for picture in np.asarray(x)}
+    assert pictures(clients.test.x) == pictures(arrays["x_test"])
+    assert pictures(clients.train.x) | pictures(clients.val.x) == pictures(arrays["x_train"])
+    assert clients.val.size == (15,) * 4
+    assert torch.bincount(clients.val.y).tolist() == [6] * 10
+    assert load(DataConfig(**(vars(config) | {"test": 0.9, "val": 0.5})), 0).test.size == (5,) * 4  # test plays no part
+
+
+def test_normalisation_of_images(tmp_path):
+    plain_images(tmp_path / "cifar10.npz", colour=True)
+    made = lambda how: load(DataConfig(name="cifar10", dir=str(tmp_path), clients=2, normalise=how), 0)
+    half, none = made("half"), made("none")
+    assert half.mean is not None
+    assert half.std is not None
+    assert half.mean.flatten().tolist() == half.std.flatten().tolist() == [0.5] * 3
+    black_and_white = torch.tensor([0, 255], dtype=torch.uint8).repeat_interleave(3).view(2, 3, 1, 1)
+    assert half.ready(black_and_white, torch.float32).flatten().tolist() == [-1] * 3 + [1] * 3
+    assert none.mean is None
+    assert none.std is None
+
+
+def test_writers_can_be_clients(tmp_path):
+    writers = dict(writer_train=np.repeat([30, 7, 12], 20), writer_test=np.repeat([5, 99], 10))
+    plain_images(tmp_path / "mnist.npz", **writers)
+    config = DataConfig(name="mnist", dir=str(tmp_path), partition="natural", clients=0)
+    assert load(config, 0).names == ("writer_0005", "writer_0007", "writer_0012", "writer_0030", "writer_0099")
+    assert load(DataConfig(name="mnist", dir=str(tmp_path), clients=3), 0).names[0] == "client_00"
+    plain_images(tmp_path / "mnist.npz")
+    with pytest.raises(Problem, match="does not say who its samples come from"):
+        load(config, 0)
+
+
+def test_two_sources_of_digits_are_domains(tmp_path):
+    """Images of the second are enlarged; names, files and the picture of the partition say who is whose."""
+    first, second = plain_images(tmp_path / "mnist.npz", n=200), plain_images(tmp_path / "usps.npz", n=100)
+    small = second["x_train"][:, ::2, ::2]  # 4x4
+    np.savez(tmp_path / "usps.npz", **(second | {"x_train": small, "x_test": second["x_test"][:, ::2, ::2]}))
+    config = DataConfig(name="mnist-usps", dir=str(tmp_path), clients=5, min_samples=5)
+    clients = load(config, 0)
+    assert clients.names == ("mnist_00", "mnist_01", "mnist_02", "usps_03", "usps_04")
+    assert clients.partition["domains"] == ["mnist"] * 3 + ["usps"] * 2
+    assert clients.shape == (1, 8, 8)
+    sizes = np.sum([clients.split(s).size for s in ("train", "val", "test")], axis=0)
+    assert (sizes[:3].sum(), sizes[3:].sum()) == (220, 120)
+    known = {picture.tobytes() for picture in np.concatenate([first["x_train"], first["x_test"]])}
+    theirs = np.repeat(np.array([True] * 3 + [False] * 2), clients.train.size)
+    assert [picture.tobytes() in known for picture in clients.train.x[:, 0].numpy()] == theirs.tolist()
+    expected = np.array([[0, 25, 75, 100]], dtype=np.uint8)  # bilinear, with the pixels' centres
+    assert resized(np.array([[[[0, 100], [0, 100]]]], dtype=np.uint8), 4)[0, 0, 0].tolist() == expected[0].tolist()
+    kept = load(dataclasses.replace(config, split="official", partition="domains"), 0)
+    assert sum(kept.test.size) == 40
+    plain = load(dataclasses.replace(config, partition="dirichlet"), 0)
+    assert plain.names[0] == "client_00"
+    assert "domains" not in plain.partition
+    (tmp_path / "usps.npz").unlink()
+    with pytest.raises(Problem, match=r"usps.npz does not exist"):
+        load(config, 0)
+
+
+def test_damaged_images(tmp_path):
+    config = DataConfig(name="mnist", dir=str(tmp_path), clients=2)
+    file = tmp_path / "mnist.npz"
+    for more, sentence in (
+        ({"x_train": np.zeros((60, 8, 8))}, "not uint8 images"),
+        ({"y_train": np.full(60, 10)}, "one label from 0 to 9 for each of its 80 images"),
+        ({"y_test": np.zeros(3, dtype=int)}, "one label from 0 to 9 for each of its 80 images"),
+    ):
+        plain_images(file, **more)
+        with pytest.raises(Problem, match=sentence):
+            load(config, 0)
+    np.savez(file, x_train=np.zeros(3))
+    with pytest.raises(Problem, match=r"mnist.npz has no array 'y_train' \(it has: x_train\)"):
+        load(config, 0)
+
+
+def strip(path, labels, colour):
+    image = pytest.importorskip("PIL.Image")
+    import io
+
+    x = np.full((len(labels) * 32, 32, 3), colour, dtype=np.uint8)
+    buffer = io.BytesIO()
+    image.fromarray(x).save(buffer, "WEBP", lossless=True)
+    data = np.frombuffer(buffer.getvalue(), np.uint8)
+    key = "fine" if "cifar100" in path.name else "labels"
+    np.savez(path, webp=data, offsets=np.array([0, len(data)]), **{key: np.asarray(labels)})
+
+
+def test_strips(tmp_path):
+    strip(tmp_path / "cifar100_train_6bit.npz", np.arange(30), 63)
+    config = DataConfig(name="cifar100", dir=str(tmp_path), partition="iid", clients=4)
+    with pytest.raises(Problem, match=r"cifar100_test_6bit.npz does not exist, though other parts"):
+        load(config, 0)
+    strip(tmp_path / "cifar100_test_6bit.npz", np.arange(10), 0)
+    clients = load(config, 0)
+    assert clients.classes == 100
+    assert clients.shape == (3, 32, 32)
+    assert set(clients.train.x.unique().tolist()) == {0, 255}
+    assert heading(clients, config) == "cifar100, 4 clients, iid, pixels rounded to 6 bits"
+    np.savez(tmp_path / "cifar100_test_6bit.npz", webp=np.zeros(9, np.uint8), offsets=[0, 9], fine=np.arange(10))
+    with pytest.raises(Problem, match="holds a strip of images that cannot be read"):
+        load(config, 0)
+
+
+def test_strips_and_labels_must_agree(tmp_path):
+    strip(tmp_path / "cifar100_train_6bit.npz", np.arange(3), 63)
+    strip(tmp_path / "cifar100_test_6bit.npz", np.arange(3), 63)
+    with np.load(tmp_path / "cifar100_test_6bit.npz") as arrays:
+        changed = dict(arrays) | {"fine": np.arange(5)}
+    np.savez(tmp_path / "cifar100_test_6bit.npz", **changed)
+    with pytest.raises(Problem, match="holds 3 images for 5 labels"):
+        load(DataConfig(name="cifar100", dir=str(tmp_path)), 0)
+
+
+# --- fetching -------------------------------------------------------------------------------------------------------
+
+
+def hub(load_dataset):
+    module = types.ModuleType("datasets")
+    module.__dict__["load_dataset"] = load_dataset
+    return module
+
+
+def test_fetch_once_and_keep(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(repository):
+        asked.append(repository)
+        part = lambda n: {"img": [np.full((32, 32, 3), i, np.uint8) for i in range(n)], "fine_label": list(range(n))}
+        return {"train": part(40), "test": part(10)}
+
+    monkeypatch.setitem(sys.modules, "datasets", hub(load_dataset))
+    config = DataConfig(name="cifar100", dir=str(tmp_path), partition="iid", clients=2)
+    assert same(load(config, 0), load(config, 0))
+    assert asked == ["uoft-cs/cifar100"]
+    assert [file.name for file in tmp_path.iterdir()] == ["cifar100.npz"]
+
+
+def test_fetch_problems(monkeypatch, tmp_path):
+    config = DataConfig(name="mnist", dir=str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(Problem, match=r"mnist.npz does not exist; to fetch it: pip install 'perfed\[data\]'"):
+        load(config, 0)
+
+    def offline(repository):
+        raise ConnectionError("no network\nand more lines")
+
+    monkeypatch.setitem(sys.modules, "datasets", hub(offline))
+    with pytest.raises(Problem, match=r"'ylecun/mnist' could not be fetched .*: no network$"):
+        load(config, 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_har_without_file(tmp_path):
+    with pytest.raises(Problem, match=r"uci_har.npz does not exist; .* UCI repository"):
+        load(DataConfig(name="har", dir=str(tmp_path)), 0)
+
+
+# --- the user's own folder ------------------------------------------------------------------------------------------
+
+
+def own(folder, **settings):
+    return load(DataConfig(name="folder", dir=str(folder), **settings), 0)
+
+
+def two(n=20, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    return dict(x=rng.normal(size=(n, d)), y=np.arange(n) % 2)
+
+
+def test_ready_splits_are_used_exactly(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for client, sizes in {"b": (5, 2, 3), "a": (4, 0, 1), "c": (1, 3, 0)}.items():
+        x = [rng.normal(size=(n, 2, 3)).astype(np.float32) for n in sizes]
+        y = [rng.integers(0, 4, n) for n in sizes]
+        arrays[client] = dict(x_train=x[0], x_val=x[1], x_test=x[2], y_train=y[0], y_val=y[1], y_test=y[2])
+        saved = {key: value for key, value in arrays[client].items() if client != "a" or "val" not in key}
+        np.savez(tmp_path / f"{client}.npz", **saved)
+    clients = own(tmp_path, clients=1)  # all files count, whatever data.clients is
+    assert clients.names == ("a", "b", "c")
+    assert clients.val.size == (0, 2, 3)
+    for i, client in enumerate("abc"):
+        for name in ("train", "val", "test"):
+            split = clients.split(name)
+            assert np.array_equal(split.x[rows(split, i)].numpy(), arrays[client][f"x_{name}"])
+            assert np.array_equal(split.y[rows(split, i)].numpy(), arrays[client][f"y_{name}"])
+
+
+def test_files_to_be_split_beside_ready_ones(tmp_path):
+    np.savez(tmp_path / "a.npz", **two())
+    np.savez(tmp_path / "b.npz", x_train=np.ones((2, 3)), y_train=[1, 1], x_test=np.zeros((1, 3)), y_test=[4])
+    clients = own(tmp_path)
+    assert clients.train.size == (13, 2)
+    assert clients.test.size == (5, 1)
+    assert clients.classes == 5
+
+
+def test_bytes_stay_only_where_they_are_images(tmp_path):
+    np.savez(tmp_path / "a.npz", x=np.full((6, 1, 4, 4), 255, np.uint8), y=np.arange(6) % 2)
+    assert own(tmp_path).train.x.dtype == torch.uint8
+    np.savez(tmp_path / "b.npz", x=np.ones((6, 1, 4, 4)), y=np.arange(6) % 2)
+    with pytest.raises(Problem, match=r"client 'b' \(b.npz\) has float64 samples .* but client 'a' has uint8 samples"):
+        own(tmp_path)
+    (tmp_path / "b.npz").unlink()
+    np.savez(tmp_path / "a.npz", x=np.full((6, 4), 200, np.uint8), y=np.arange(6) % 2)
+    assert float(own(tmp_path).train.x.max()) == 200.0
+
+
+def test_one_csv_per_client(tmp_path):
+    (tmp_path / "b.csv").write_text(
+        "u,label,v\n" + "".join(f"{i},{'cat' if i % 2 else 'dog'},{-i}\n" for i in range(9))
+    )
+    (tmp_path / "a.csv").write_text("\ufefflabel,v,u\nemu,5,6\n\ncat,7,8\nemu,9,10\n", encoding="utf-8")
+    clients = own(tmp_path)
+    assert clients.names == ("a", "b")
+    assert clients.classes == 3
+    table = torch.cat([clients.split(s).x[rows(clients.split(s), 0)] for s in ("train", "val", "test")])
+    assert sorted(table.tolist()) == [[5, 6], [7, 8], [9, 10]]  # columns in the order of the first file: v, u
+    labels = torch.cat([clients.split(s).y[rows(clients.split(s), 1)] for s in ("train", "val", "test")])
+    assert torch.bincount(labels).tolist() == [4, 5]  # cat, dog; client b holds no emu
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_one_table(tmp_path, as_file):
+    lines = [f"{i % 3},{'xyz'[i % 3]} ,{i}.5" for i in range(30)]
+    (tmp_path / "all.csv").write_text("kind,who,u\n" + "\n".join(lines))
+    settings = dict(client_column="who", label_column="kind")
+    clients = own(tmp_path / "all.csv" if as_file else tmp_path, **settings)
+    assert clients.names == ("x", "y", "z")
+    assert clients.shape == (1,)
+    assert clients.classes == 3
+    for name in ("train", "val", "test"):
+        split = clients.split(name)
+        for i in range(3):
+            assert (split.y[rows(split, i)] == i).all()
+            assert ((split.x[rows(split, i)] - 0.5) % 3 == i).all()
+
+
+def test_names_are_only_labels(tmp_path):
+    names = ["../../x", "/etc/x", "n" * 300, "CON", "é", "A", "a"]
+    (tmp_path / "t.csv").write_text(
+        "client,label,u\n" + "".join(f"{n},0,1\n{n},1,2\n" for n in names), encoding="utf-8"
+    )
+    assert sorted(own(tmp_path).names) == sorted(names)
+    assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("form", ["pickle as npz", "object array", "pickle beside", "only objects in y"])
+def test_pickles_are_never_opened(tmp_path, form):
+    canary, folder = tmp_path / "canary", tmp_path / "data"
+    folder.mkdir()
+    bomb = np.array([Canary(canary)] * 4, dtype=object)
+    if form == "pickle as npz":
+        (folder / "a.npz").write_bytes(pickle.dumps(Canary(canary)))
+    elif form == "object array":
+        np.savez(folder / "a.npz", x=bomb, y=np.zeros(4))
+    elif form == "pickle beside":
+        np.savez(folder / "a.npz", **two())
+        (folder / "b.pkl").write_bytes(pickle.dumps(Canary(canary)))
+    else:
+        np.savez(folder / "a.npz", x=np.zeros((4, 2)), y=bomb)
+    with pytest.raises(Problem, match=r"never opened|can run code") as caught:
+        own(folder)
+    assert "allow_pickle" not in str(caught.value)
+    assert not canary.exists()
+
+
+X, Y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
+NAN = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "sentence"),
+    [
+        (dict(x=X), r"b.npz has no array 'y' \(it has: x\)"),
+        (dict(), r"b.npz has no array 'x' \(it has: nothing\)"),
+        (dict(x_train=X, y_train=Y), r"b.npz has no array 'x_test'"),
+        (dict(x_train=X, y_train=Y, x_test=X, y_test=Y, x_val=X), r"b.npz has no array 'y_val'"),
+        (dict(x_train=X, y_train=Y, x_test=X, y_test=Y, x=X), r"b.npz has both x and x_train"),
+        (dict(x=X, y=Y[:3]), r"client 'b' \(b.npz\): x has shape \(4, 2\) and y has shape \(3,\)"),
+        (dict(x=X, y=Y[:, None]), r"client 'b' \(b.npz\): x has shape \(4, 2\) and y has shape \(4, 1\)"),
+        (dict(x=Y, y=Y), r"client 'b' \(b.npz\): x must be numbers \[n, ...\], not int64 of shape \(4,\)"),
+        (dict(x=X.astype(str), y=Y), r"client 'b' \(b.npz\): x must be numbers"),
+        (dict(x=X, y=Y * 1j), r"client 'b' \(b.npz\): labels must be whole numbers or text, not complex128"),
+        (dict(x=NAN, y=Y), r"client 'b', row 2 of x in b.npz: a feature is not a finite number"),
+        (dict(x=X + 1e300, y=Y), r"client 'b', row 0 of x in b.npz: a feature is not a finite number"),
+        (
+            dict(x_train=X, y_train=Y, x_test=NAN, y_test=Y),
+            r"client 'b', row 2 of x_test in b.npz: a feature is not a finite number",
+        ),
+        (dict(x=X, y=[0, 1, -1, 0]), r"client 'b', row 2 of y in b.npz: the label -1 is not a whole number from 0"),
+        (dict(x=X, y=[0, 0.5, 1, 0]), r"client 'b', row 1 of y in b.npz: the label 0.5 is not a whole number"),
+        (dict(x=X, y=[0, 1, 2, 10_000]), r"row 3 of y in b.npz: the label 10000 is not a whole number from 0 to 9999"),
+        (dict(x=X, y=[np.nan, 1, 2, 1]), r"row 0 of y in b.npz: the label nan is not a whole number"),
+        (
+            dict(x_train=X, y_train=Y, x_test=X, y_test=-Y),
+            r"client 'b', row 1 of y_test in b.npz: the label -1 is not",
+        ),
+        (dict(x=X[:, :1], y=Y), r"client 'b' \(b.npz\) has float64 samples of shape \(1,\), but client 'a' has"),
+        (dict(x=X[:0], y=Y[:0]), r"client 'b' \(b.npz\) has no training sample"),
+        (dict(x_train=X[:0], y_train=Y[:0], x_test=X, y_test=Y), r"client 'b' \(b.npz\) has no training sample"),
+    ],
+)
+def test_wrong_npz(tmp_path, arrays, sentence):
+    np.savez(tmp_path / "a.npz", **two(d=2))
+    np.savez(tmp_path / "b.npz", **arrays)
+    with pytest.raises(Problem, match=sentence):
+        own(tmp_path)
+
+
+def test_damaged_npz(tmp_path):
+    np.savez_compressed(tmp_path / "a.npz", **two(n=500))
+    whole = (tmp_path / "a.npz").read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:300] + b"\0" * 100 + whole[400:], b"", b"hello"):
+        (tmp_path / "a.npz").write_bytes(damaged)
+        with pytest.raises(Problem, match=r"a.npz (cannot be read as .npz|holds pickled)"):
+            own(tmp_path)
+    with (tmp_path / "a.npz").open("wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(Problem, match=r"a.npz cannot be read as .npz"):
+        own(tmp_path)
+
+
+GOOD = "label,u\n0,1\n1,2\n0,3\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("u\n1\n", r"b.csv has no column 'label' \(it has: u\)"),
+        ("label,u,client\n0,1,x\n", r"b.csv has the column 'client' though each of the files here is one client"),
+        ("label,v\n0,1\n", r"b.csv does not have the same columns as the files before it: u, v"),
+        ("label,u,u\n0,1,2\n", r"b.csv has two columns named 'u'"),
+        ("label,u\n0,1\n1,2,3\n", r"b.csv, line 3: 3 values for 2 columns"),
+        ("label,u\n0,1\n,2\n", r"b.csv, line 3: the column 'label' is empty"),
+        ("label,u\n0,1\n\n1,two\n", r"client 'b', line 4 in b.csv: 'two' in column 'u' is not a number"),
+        ("label,u\n0,1\n1,\n", r"client 'b', line 3 in b.csv: '' in column 'u' is not a number"),
+        ("label,u\n0,1\n1,nan\n", r"client 'b', line 3 in b.csv: a feature is not a finite number"),
+        ("label,u\n0,1\n-2,1\n", r"client 'b', line 3 in b.csv: the label -2 is not a whole number"),
+        ("label,u\n0,1\n1.5,1\n", r"client 'b', line 3 in b.csv: the label 1.5 is not a whole number"),
+        ("label,u\n", r"b.csv has no training sample"),
+        ("", r"b.csv is empty"),
+        (b"label,u\n0,\xff\xfe\n", r"b.csv cannot be read as CSV text"),
+    ],
+)
+def test_wrong_csv(tmp_path, text, sentence):
+    (tmp_path / "a.csv").write_text(GOOD)
+    (tmp_path / "b.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(Problem, match=sentence):
+        own(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (GOOD, r"t.csv has no column 'client' \(it has: label, u\)"),
+        ("client,label\na,0\n", r"t.csv has no feature column beside client, label"),
+        ("client,label,u\na,0,1\n,0,1\n", r"t.csv, line 3: the column 'client' is empty"),
+        ("client,label,u\na,0,1\nb,0,inf\n", r"client 'b', line 3 in t.csv: a feature is not a finite number"),
+    ],
+)
+def test_wrong_table(tmp_path, text, sentence):
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(Problem, match=sentence):
+        own(tmp_path)
+
+
+def test_wrong_folder(tmp_path):
+    with pytest.raises(Problem, match=r"data set 'folder' needs --data-dir"):
+        load(DataConfig(name="folder"), 0)
+    with pytest.raises(Problem, match=r"data.dir: there is no folder '.*nowhere'"):
+        own(tmp_path / "nowhere")
+    (tmp_path / "README.md").write_text("notes")
+    (tmp_path / ".hidden.npz").write_text("not looked at")
+    with pytest.raises(Problem, match=r"holds no .npz and no .csv file"):
+        own(tmp_path)
+    with pytest.raises(Problem, match=r"must be a folder or one .csv file, not '.*README.md'"):
+        own(tmp_path / "README.md")
+    np.savez(tmp_path / "a.npz", **two())
+    with pytest.raises(Problem, match=r"has clients of its own: leave out data.partition 'dirichlet'"):
+        own(tmp_path, partition="dirichlet")
+    (tmp_path / "b.csv").write_text(GOOD)
+    with pytest.raises(Problem, match=r"holds both .npz and .csv files"):
+        own(tmp_path)
+
+
+# --- real files -----------------------------------------------------------------------------------------------------
+
+
+def test_real_har_segments_stand_on_one_side():
+    folder = real("uci_har.npz")
+    clients = load(DataConfig(name="har", dir=folder, clients=0), 0)
+    assert clients.names[6] == "person_07"
+    assert len(clients) == 30
+    assert clients.shape == (9, 128)
+    with np.load(Path(folder) / "uci_har.npz") as raw:
+        x, segment = raw["x"], raw["segment"]
+        scale = np.float32(raw["scale"][0])
+    segment_of = {row.tobytes(): int(s) for row, s in zip(x, segment, strict=True)}
+    sides = []
+    for name in ("train", "val", "test"):
+        back = np.rint(clients.split(name).x.numpy() * scale).astype(np.int16)
+        sides.append({segment_of[row.tobytes()] for row in back})
+        assert min(clients.split(name).size) > 0
+    assert len(sides[0]) + len(sides[1]) + len(sides[2]) == len(sides[0] | sides[1] | sides[2])
+    assert sum(len(clients.split(s).y) for s in ("train", "val", "test")) == 10299
+    shares = np.array(clients.test.size) / np.add(np.add(clients.train.size, clients.val.size), clients.test.size)
+    assert 0.15 < shares.min() <= shares.max() < 0.35
+
+
+def test_real_digits_of_two_sources():
+    clients = load(DataConfig(name="mnist-usps", dir=real("usps.npz"), clients=10, alpha=1.0), 0)
+    sizes = np.sum([clients.split(s).size for s in ("train", "val", "test")], axis=0)
+    assert (sizes[:5].sum(), sizes[5:].sum()) == (70_000, 9_298)
+    assert clients.shape == (1, 28, 28)
+    assert load(DataConfig(name="usps", dir=real("usps.npz")), 0).shape == (1, 16, 16)
+
+
+def test_real_mnist_writers():
+    config = DataConfig(name="mnist", dir=real("mnist.npz"), partition="natural", clients=0)
+    clients = load(config, 0)
+    assert len(clients) == 836
+    assert clients.shape == (1, 28, 28)
+    assert clients.mean is not None
+    assert float(clients.mean) == pytest.approx(0.1307, abs=1e-4)
+    assert min(clients.test.size) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "file", "mean", "std", "within"),
+    [
+        (
+            "cifar10",
+            "cifar10_test.npz",
+            (0.49139968, 0.48215841, 0.44653091),
+            (0.24703223, 0.24348513, 0.26158784),
+            1e-6,
+        ),
+        (
+            "cifar100",
+            "cifar100_test_6bit.npz",
+            (0.50707516, 0.48654887, 0.44091784),
+            (0.26733429, 0.25643846, 0.27615047),
+            2e-3,  # its pixels are rounded
+        ),
+    ],
+)
+def test_real_cifar(name, file, mean, std, within):
+    clients = load(DataConfig(name=name, dir=real(file), partition="iid"), 0)
+    labels = torch.cat([clients.split(s).y for s in ("train", "val", "test")])
+    assert (torch.bincount(labels) == 60_000 // clients.classes).all()
+    assert clients.mean is not None
+    assert clients.std is not None
+    assert clients.mean.flatten().tolist() == pytest.approx(mean, abs=within)
+    assert clients.std.flatten().tolist() == pytest.approx(std, abs=within)
+
+
+@pytest.mark.slow
+def test_real_cifar10_in_the_papers_partitions():
+    folder = real("cifar10_test.npz")
+    pairs = load(DataConfig(name="cifar10", dir=folder, partition="pairs", clients=10, split="official", val=0.2), 0)
+    assert (set(pairs.train.size), set(pairs.val.size), set(pairs.test.size)) == ({4000}, {1000}, {1000})
+    settings = dict(partition="dirichlet", clients=25, min_samples=40, test=0.25, val=0, stratify=False)
+    pooled = load(DataConfig(name="cifar10", dir=folder, normalise="half", **settings), 1)
+    sizes = np.add(pooled.train.size, pooled.test.size)
+    assert sizes.sum() == 60_000
+    assert 40 <= sizes.min() < 1200
+    assert 3000 < sizes.max() < 7000
+    assert np.abs(np.array(pooled.test.size) / sizes - 0.25).max() < 0.02

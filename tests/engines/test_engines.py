@@ -1,0 +1,408 @@
+"""What engines promise beyond the contract: refusals, tiny clients, streams, blocks, means."""
+
+import functools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import make_clients, norm_net, plain_net
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from perfed.contract import contract
+from perfed.core.clients import Clients, Split
+from perfed.core.data import CHUNK, ClientData, Plan
+from perfed.core.errors import Problem
+from perfed.core.messages import Up, reduce
+from perfed.core.model import Model
+from perfed.core.random import derive, shuffle, uniform
+from perfed.engines import make_engine, pick_device, pick_engine
+from perfed.engines.base import Asked
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Vectorised
+from perfed.engines.workers import Workers
+from perfed.federation.federation import Federation, cohort_size
+from perfed.methods.fedavg import FedAvg
+from perfed.methods.local import Local
+from perfed.methods.pfedmb import PFedMB
+from perfed.training.catalog import methods
+from perfed.training.config import RunConfig
+
+ENGINES = [Sequential, Vectorised, functools.partial(Workers, workers=2)]
+
+
+def fedavg(**changed):
+    base = {"lr": 0.05, "momentum": 0.9, "epochs": 2, "batch_size": 5}
+    return FedAvg(Model(plain_net, dtype=torch.float64), **{**base, **changed})
+
+
+@dataclass(frozen=True)
+class Closure(FedAvg):
+    """Its step holds a tensor from outside: in a block it would be another client's."""
+
+    def local(self, client, down, data):
+        held = down.shared * 2
+
+        def step(self, carry, batch, given):
+            return (carry[0] + held,)
+
+        (w,) = data.fold(step.__get__(self), (down.shared,))
+        return client, Up(mean=w)
+
+
+@dataclass(frozen=True)
+class Lambda(FedAvg):
+    def local(self, client, down, data):
+        (w,) = data.fold(lambda carry, batch, given: carry, (down.shared,))
+        return client, Up(mean=w)
+
+
+@dataclass(frozen=True)
+class Partial(FedAvg):
+    def step(self, held, carry, batch, given):
+        return carry
+
+    def local(self, client, down, data):
+        (w,) = data.fold(functools.partial(self.step, down.shared), (down.shared,))
+        return client, Up(mean=w)
+
+
+@pytest.mark.parametrize("kind", [Closure, Lambda, Partial])
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_a_step_that_holds_a_tensor_is_refused(kind, engine, clients):
+    method = kind(Model(plain_net, dtype=torch.float64))
+    with pytest.raises(TypeError, match="`given`"):
+        Federation(engine(method, clients)).step()
+
+
+def test_workers_report_a_failing_client(clients):
+    engine = Workers(Lambda(Model(plain_net, dtype=torch.float64)), clients, workers=2)
+    with pytest.raises(RuntimeError, match="`given`"):
+        Federation(engine).step()
+    assert not engine.workers  # nobody is left behind
+
+
+def test_a_worker_that_dies_is_named(clients, monkeypatch):
+    import os
+
+    monkeypatch.setattr(FedAvg, "local", lambda *_: os._exit(1))
+    with pytest.raises(RuntimeError, match="client_2 died"):
+        Federation(Workers(fedavg(), clients, workers=1)).step([2])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_below_one_batch_trains(engine, clients):
+    federation = Federation(engine(Local(Model(plain_net, dtype=torch.float64), batch_size=64), clients))
+    federation.step()
+    federation.engine.close()
+    start = federation.method.init_client()
+    assert all(not torch.equal(state, start) for state in federation.states.values())
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    sizes=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    batch_size=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+    block=st.integers(0, 3),
+)
+def test_vectorised_equals_sequential_for_any_sizes(sizes, batch_size, epochs, block):
+    clients = make_clients(tuple(sizes))
+    make = lambda: FedAvg(Model(norm_net, dtype=torch.float64), batch_size=batch_size, epochs=epochs, momentum=0.9)
+    everybody = [range(len(sizes))] * 2
+    expected = contract.play(Sequential(make(), clients), everybody)
+    contract.compare(contract.play(Vectorised(make(), clients, block=block), everybody), expected, "vectorised")
+
+
+def test_useful_share_is_counted():
+    clients = make_clients((10, 10, 10))
+    engine = Vectorised(fedavg(batch_size=5), clients)
+    Federation(engine).step()
+    assert engine.useful == 1.0
+    ragged = Vectorised(fedavg(batch_size=5), make_clients((13, 4)))
+    Federation(ragged).step()
+    # Per epoch: 13 samples in three batches, 4 in one; executed slots 2*5 + 5 + 5, twice.
+    assert ragged.useful == pytest.approx(17 / 20)
+    padded = Vectorised(fedavg(batch_size=5), make_clients((13, 4)), sizes=(2,))
+    Federation(padded).step()
+    assert padded.useful < ragged.useful
+
+
+def test_convolutions_and_images_on_all_engines():
+    draw = torch.Generator().manual_seed(0)
+
+    def split(sizes):
+        x = torch.randint(0, 256, (sum(sizes), 2, 6, 6), generator=draw, dtype=torch.uint8)
+        return Split(x, torch.randint(0, 3, (sum(sizes),), generator=draw), sizes)
+
+    mean, std = torch.tensor([0.4, 0.5]).view(2, 1, 1), torch.tensor([0.2, 0.3]).view(2, 1, 1)
+    clients = Clients(("a", "b", "c"), split((7, 12, 3)), split((2, 2, 2)), split((4, 3, 2)), 3, mean, std)
+    build = lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+    make = lambda: FedAvg(Model(build, dtype=torch.float64), batch_size=4, epochs=2)
+    everybody = [range(3)] * 2
+    expected = contract.play(Sequential(make(), clients), everybody)
+    for engine in ENGINES[1:]:
+        contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
+
+
+@pytest.mark.parametrize("kind", [FedAvg, PFedMB])
+def test_fine_tuning_is_the_same_on_all_engines(kind, clients):
+    """Plain local training, and a method's own."""
+    make = lambda: kind(Model(plain_net, dtype=torch.float64), batch_size=5, epochs=1, fine_tune=2)
+    everybody = [range(len(clients))] * 2
+    expected = contract.play(Sequential(make(), clients), everybody)
+    for engine in [*ENGINES[1:], functools.partial(Vectorised, sizes=(2,))]:
+        contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
+
+
+@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+def test_mean_is_exact_over_chunks(engine):
+    sizes = (CHUNK * 2 + 17, 5)
+    clients = make_clients(sizes)
+    method = fedavg()
+    theta = method.init_server(2)
+    scores = engine(method, clients).evaluate(1, Asked([0, 1], (), method.broadcast(theta, torch.arange(2))))
+    for id in (0, 1):
+        first, count = clients.test.start[id], clients.test.size[id]
+        logits = method.model.apply(theta, clients.test.x[first : first + count])[0]
+        right = (logits.argmax(1) == clients.test.y[first : first + count]).double().mean()
+        assert scores.values["test"]["personal"]["accuracy"][id].item() == pytest.approx(right.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sizes", [(4, 0, 2 * CHUNK + 3, 1, 9 * CHUNK, 0, 7, 0, 0), (0, 0, 3), (5, 0), (1, 8 * CHUNK)])
+def test_a_shared_model_is_scored_as_if_client_by_client(engine, sizes):
+    """Many small clients in one piece, a large one in several passes, clients without samples anywhere."""
+    whole = make_clients((6,) * len(sizes))
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(sum(sizes), *whole.train.x.shape[1:], generator=draw, dtype=torch.float64)
+    test = Split(x, torch.randint(0, 3, (len(x),), generator=draw), sizes)
+    clients = Clients(whole.names, whole.train, whole.val, test, 3)
+    federation = Federation(engine(FedAvg(Model(norm_net, dtype=torch.float64), batch_size=5), clients))
+    federation.step()
+    found, models = federation.evaluate(), {}
+    assert contract.difference(federation.evaluate(models.__setitem__), found) == 0
+    federation.engine.close()
+    assert all(torch.equal(models[id]["personal"], federation.server) for id in range(len(sizes)))
+    expected = Sequential(federation.method, clients).evaluate(1, federation.show([*range(len(sizes))])).values
+    assert contract.difference(found, expected) < 1e-12
+    assert found["test"]["personal"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
+
+
+def test_what_is_not_one_model_is_scored_client_by_client(clients):
+    @dataclass(frozen=True)
+    class Scored(FedAvg):
+        def score(self, batch, models):
+            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
+
+    model = Model(plain_net, dtype=torch.float64)
+    assert FedAvg(model).one_for_all
+    assert not any(method.one_for_all for method in (FedAvg(model, fine_tune=1), Local(model), Scored(model)))
+    assert Federation(Sequential(Scored(model), clients)).evaluate()["test"]["personal"]["loss"].tolist() == [7.0] * 5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_client_without_test_samples_has_no_score(engine):
+    whole = make_clients((6, 6))
+    empty = Clients(whole.names, whole.train, whole.val, Split(whole.test.x[:3], whole.test.y[:3], (3, 0)), 3)
+    federation = Federation(engine(fedavg(), empty))
+    accuracy = federation.evaluate()["test"]["personal"]["accuracy"]
+    federation.engine.close()
+    assert accuracy.isnan().tolist() == [False, True]
+
+
+def test_every_epoch_sees_every_sample_once():
+    clients = make_clients((23,))
+    data = ClientData(clients, 0, derive(3), batch_size=5, epochs=3, dtype=torch.float64)
+    seen = [tuple(row) for b in data._batches(Plan(5, 3, None), 0) for row in b.x.tolist()]
+    assert len(seen) == 69
+    for epoch in range(3):
+        assert sorted(seen[epoch * 23 : (epoch + 1) * 23]) == sorted(map(tuple, clients.train.x.tolist()))
+    assert seen[:23] != seen[23:46]  # shuffled anew
+
+
+def test_streams_and_steps():
+    clients = make_clients((23,))
+    data = ClientData(clients, 0, derive(3), batch_size=5, epochs=2, dtype=torch.float64)
+    take = lambda plan, draw=0: torch.cat([b.x for b in data._batches(plan, draw)])
+    assert torch.equal(take(Plan(5, 2, None)), take(Plan(5, 2, None)))  # same stream, same batches
+    assert not torch.equal(take(Plan(5, 2, None)), take(Plan(5, 2, None, stream=1)))
+    assert not torch.equal(take(Plan(5, 2, None)), take(Plan(5, 2, None), draw=1))
+    assert len(list(data._batches(Plan(5, None, 7), 0))) == 7
+    assert [int(data.steps()), int(data.steps(epochs=1)), int(data.steps(steps=7))] == [10, 5, 7]
+
+
+@dataclass(frozen=True)
+class Draws(FedAvg):
+    """Two batches a step and a given number of steps: what meta-learning methods use."""
+
+    def two(self, carry, batches, given):
+        first, second = batches
+        w = carry[0] - self.lr * self.model.grad(carry[0], first)[0]
+        return (carry[0] - self.lr * self.model.grad(w, second)[0] + given,)
+
+    def local(self, client, down, data):
+        (w,) = data.fold(self.two, (down.shared,), data.size / 1000.0, steps=4, draws=2, stream=3)
+        return client, Up(mean=w - down.shared, weight=1.0)
+
+
+def test_several_draws_a_step(clients):
+    make = lambda: Draws(Model(plain_net, dtype=torch.float64), batch_size=4)
+    expected = contract.play(Sequential(make(), clients, seed=5))
+    for engine in (Vectorised, functools.partial(Vectorised, block=2, sizes=(2,))):
+        contract.compare(contract.play(engine(make(), clients, seed=5)), expected, "draws")
+
+
+def test_means_are_weighted_and_grouped():
+    rows = torch.arange(8.0).view(4, 2)
+    weight, ids = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(4)
+    plain = reduce(ids, {"a": rows}, (), weight, None, 1)
+    torch.testing.assert_close(plain.mean["a"], (weight[:, None] * rows).sum(0) / 10)
+    assert plain.weight == 10
+    grouped = reduce(ids, rows, (), weight, torch.tensor([0, 2, 0, 2]), 3)
+    torch.testing.assert_close(grouped.mean[0], (rows[0] + 3 * rows[2]) / 4)
+    assert not grouped.mean[1].any()  # an empty group changes nothing
+    assert grouped.weight.tolist() == [4, 0, 6]
+
+
+def test_size_ratio_of_ten_thousand():
+    rows = torch.tensor([[1e-3], [1.0]])
+    mean = reduce(torch.arange(2), rows, (), torch.tensor([10_000, 1]), None, 1).mean
+    assert mean.item() == pytest.approx((10_000 * 1e-3 + 1) / 10_001, rel=1e-6)
+
+
+def test_random_streams():
+    keys = derive(torch.tensor(5), torch.arange(1000))
+    assert keys.unique().numel() == 1000
+    assert torch.equal(derive(5, 7), derive(torch.tensor(5), torch.tensor(7)))  # integers and tensors alike
+    draws = uniform(derive(1), (20_000,), torch.float64)
+    assert 0 <= draws.min() < draws.max() < 1
+    assert abs(draws.mean().item() - 0.5) < 0.01
+    order = shuffle(derive(torch.tensor(1), torch.arange(3)), torch.tensor([4, 6, 1]), 6)
+    assert [sorted(x for x in row if x >= 0) for row in order.tolist()] == [[0, 1, 2, 3], [*range(6)], [0]]
+    first = [int(shuffle(derive(k)[None], torch.tensor([5]), 5)[0, 0]) for k in range(2000)]
+    counts = torch.bincount(torch.tensor(first), minlength=5)
+    assert (counts - 400).abs().max() < 80  # every sample comes first equally often
+
+
+def test_cohorts_follow_seed_and_round_alone(clients):
+    pick = lambda method: [Federation(Sequential(method, clients, seed=4), round=r).sample() for r in range(20)]
+    cohorts = pick(fedavg(cohort=2))
+    assert cohorts == pick(Local(Model(plain_net, dtype=torch.float64), cohort=2))
+    assert len({tuple(c) for c in cohorts}) > 5
+    assert all(c == sorted(set(c)) and len(c) == 2 for c in cohorts)
+    assert [cohort_size(20, share) for share in (1.0, 0.25, 0.3, 0.01)] == [20, 5, 6, 1]
+
+
+def test_picking_an_engine():
+    assert pick_engine(RunConfig(), "cuda", 5) == "vectorised"
+    assert pick_engine(RunConfig(workers=2), "cpu", 5) == "workers"
+    assert pick_engine(RunConfig(workers=1), "cpu", 5) == "sequential"
+    assert pick_engine(RunConfig(workers=2), "cpu", 1) == "sequential"
+    assert pick_engine(RunConfig(engine="vectorised"), "cpu", 5) == "vectorised"
+    with pytest.raises(Problem, match="trains on the CPU"):
+        pick_engine(RunConfig(engine="workers"), "cuda", 5)
+    with pytest.raises(Problem, match="auto, cpu or cuda"):
+        pick_device("tpu")
+
+
+def test_a_method_that_cannot_be_vectorised_runs_one_by_one(clients):
+    @dataclass(frozen=True)
+    class Single(FedAvg):
+        vectorised = False
+
+    method = Single(Model(plain_net))
+    assert make_engine("vectorised", method, clients, RunConfig()).name == "sequential"
+    assert make_engine("vectorised", fedavg(), clients, RunConfig()).name == "vectorised"
+
+
+@pytest.mark.slow
+def test_several_methods_and_instances_compiled_in_one_process(clients):
+    """A cache keyed by a function's name would give the second instance the first one's settings."""
+    for name, changed in (("fedprox", {"mu": 0.1}), ("fedprox", {"mu": 1.0}), ("fedavg", {}), ("fedprox", {"lr": 0.3})):
+        make = contract.maker(methods()[name], "plain")
+        kind = lambda: make(epochs=1, **changed)  # noqa: B023
+        engine = Vectorised(kind(), clients, compile="aot_eager", sizes=(3,))
+        expected = contract.play(Sequential(kind(), clients), contract.COHORTS[:1])
+        contract.compare(contract.play(engine, contract.COHORTS[:1]), expected, f"{name} {changed}")
+
+
+@dataclass(frozen=True)
+class Named(FedAvg):
+    def scaled(self, carry, batch, given, scale=1.0):
+        return carry
+
+    def local(self, client, down, data):
+        (w,) = data.fold(functools.partial(self.scaled, scale=0.5), (down.shared,))
+        return client, Up(mean=w)
+
+
+@dataclass(frozen=True)
+class Converting(FedAvg):
+    def step(self, carry, batch, given):
+        return (carry[0].float(),)
+
+    def local(self, client, down, data):
+        (w,) = data.fold(self.step, (down.shared,))
+        return client, Up(mean=w)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:2])
+def test_what_a_batched_engine_would_do_otherwise_is_refused_by_all(engine, clients):
+    with pytest.raises(TypeError, match="by place, not by name"):
+        Federation(engine(Named(Model(plain_net, dtype=torch.float64)), clients)).step()
+    with pytest.raises(TypeError, match="another form"):
+        Federation(engine(Converting(Model(plain_net, dtype=torch.float64)), clients)).step()
+
+
+def test_a_client_without_training_samples_takes_no_step():
+    whole = make_clients((7, 1, 12))
+    train = Split(
+        torch.cat([whole.train.x[:7], whole.train.x[8:]]), torch.cat([whole.train.y[:7], whole.train.y[8:]]), (7, 0, 12)
+    )
+    clients = Clients(whole.names, train, whole.val, whole.test, 3)
+    outcomes = [contract.play(engine(fedavg(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
+    contract.compare(outcomes[1], outcomes[0], "vectorised")
+
+
+def test_steps_beyond_an_epoch_for_small_and_large_clients():
+    """Forty steps are thirteen epochs for one client and not one for another."""
+
+    @dataclass(frozen=True)
+    class Steps(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(mean=self.descend(down.shared, data, steps=40) - down.shared)
+
+    clients = make_clients((12, 300, 4))
+    make = lambda: Steps(Model(plain_net, dtype=torch.float64), batch_size=4, lr=0.02)
+    outcomes = [contract.play(engine(make(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
+    contract.compare(outcomes[1], outcomes[0], "vectorised")
+
+
+def test_a_wrong_weight_is_refused(clients):
+    @dataclass(frozen=True)
+    class Wrong(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(mean=down.shared * 0, weight=float("nan"))
+
+    with pytest.raises(Problem, match="negative or not finite"):
+        Federation(Sequential(Wrong(Model(plain_net, dtype=torch.float64)), clients)).step()
+
+
+def test_uploads_pass_through_the_wire(clients):
+    """A transform sees one client's upload and a key of its own, on every engine."""
+    seen = []
+
+    def halve(up, key):
+        seen.append(key)
+        return Up(mean=up.mean / 2, own=up.own, weight=up.weight, group=up.group)
+
+    start = fedavg().init_server(5)
+    plain = contract.play(Sequential(fedavg(), clients), [range(5)]).server
+    halved = contract.play(Sequential(fedavg(), clients, wire=halve), [range(5)])
+    torch.testing.assert_close(halved.server - start, (plain - start) / 2)
+    assert len({int(key) for key in seen}) == 5
+    contract.compare(contract.play(Vectorised(fedavg(), clients, wire=halve), [range(5)]), halved, "vectorised")

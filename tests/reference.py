@@ -1,0 +1,188 @@
+"""What the slow references share: clients, networks and SGD in plain torch.
+
+Of perfed they use the ORDER of the batches and nothing else; everything is float64 and loops in Python. The second half
+of the file runs the library on the same world.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+from perfed.core.model import Model
+from perfed.core.random import TRAIN, derive, shuffle
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
+
+ROUNDS = ((0, 1, 3), (1, 2, 3), (0, 2, 3))  # client 4 never takes part
+SEED, ORDER = 5, 11  # of the initial model, and of the batches
+NEVER = 4
+# 7 leaves no last batch of one sample among the tests' clients: PyTorch's BatchNorm would refuse it.
+SETTINGS = {"lr": 0.05, "momentum": 0.0, "nesterov": False, "weight_decay": 0.01, "epochs": 2, "batch_size": 7}
+
+
+def plain_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def norm_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def flat(net, wanted=lambda name: True):
+    """Parameters, then floating buffers, of the entries with a wanted name."""
+    named = [*net.named_parameters(), *net.named_buffers()]
+    found = [t.detach().reshape(-1) for name, t in named if t.is_floating_point() and wanted(name)]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def weights(net):
+    """The parameters alone as one vector, a copy."""
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def slope(net):
+    """The gradients alone as one vector, a copy."""
+    return torch.cat([p.grad.reshape(-1) for p in net.parameters()])
+
+
+def push(net, vector):
+    """Add a vector to the gradients."""
+    at = 0
+    for p in net.parameters():
+        p.grad += vector[at : at + p.numel()].reshape(p.shape)
+        at += p.numel()
+
+
+def average(nets, shares):
+    """A network with the weighted mean of parameters and floating buffers."""
+    out = copy.deepcopy(nets[0])
+    states, result = [net.state_dict() for net in nets], {}
+    for name, first in states[0].items():
+        result[name] = first
+        if first.is_floating_point():
+            result[name] = sum(s * state[name] for s, state in zip(shares, states, strict=True)) / sum(shares)
+    out.load_state_dict(result)
+    return out
+
+
+class World:
+    """One small federation, seen by plain torch and by the library."""
+
+    def __init__(self, build, clients, **settings):
+        self.build, self.clients, self.settings = build, clients, SETTINGS | settings
+
+    # ------------------------------------------------------------------ plain torch
+
+    def net(self, seed=SEED):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.build().double()
+
+    def count(self, i):
+        return self.clients.train.size[i]
+
+    def samples(self, i, split="train"):
+        table = getattr(self.clients, split)
+        first = sum(table.size[:i])
+        return table.x[first : first + table.size[i]], table.y[first : first + table.size[i]]
+
+    def batches(self, i, round, epochs=None, purpose=(TRAIN,), stream=0):
+        """The library's batches of client i. The only thing taken from it."""
+        x, y = self.samples(i)
+        tail = (0,) if purpose == (TRAIN,) else ()  # the number of the exchange; an evaluation has none
+        key = derive(ORDER, *purpose, round, *tail, i, stream, 0)
+        out = []
+        for epoch in range(epochs or self.settings["epochs"]):
+            order = shuffle(derive(key, 0, epoch)[None], torch.tensor([len(y)]), len(y))[0]
+            out += [(x[rows], y[rows]) for rows in order.split(self.settings["batch_size"])]
+        return out
+
+    def sgd(self, net):
+        names = ("lr", "momentum", "nesterov", "weight_decay")
+        return torch.optim.SGD(net.parameters(), **{name: self.settings[name] for name in names})
+
+    def train(self, net, batches, penalty=None, shift=None):
+        """A copy of `net` after SGD on `batches`, with a penalty in the loss or a vector added to each gradient."""
+        net = copy.deepcopy(net).train()
+        optimiser = self.sgd(net)
+        for x, y in batches:
+            optimiser.zero_grad()
+            loss = nn.functional.cross_entropy(net(x), y)
+            (loss if penalty is None else loss + penalty(net)).backward()
+            if shift is not None:
+                push(net, shift)
+            optimiser.step()
+        return net
+
+    def risk(self, net, i, split="train"):
+        """The mean loss of client i, with the network in eval mode."""
+        x, y = self.samples(i, split)
+        return nn.functional.cross_entropy(net.eval()(x), y)
+
+    # ------------------------------------------------------------------ the library
+
+    def federation(self, kind, clients=None, **more):
+        model = Model(self.build, dtype=torch.float64)
+        method = kind(model, **(self.settings | {"seed": SEED, "cohort": 3} | more))
+        return Federation(Sequential(method, clients or self.clients, seed=ORDER))
+
+    def run(self, kind, rounds=ROUNDS, **more):
+        fed = self.federation(kind, **more)
+        for cohort in rounds:
+            fed.step(cohort)
+        return fed
+
+
+def models(fed):
+    """Every client's models as an evaluation hands them out: name -> one row per client."""
+    found = {}
+    fed.evaluate(save=found.__setitem__)
+    return {name: torch.stack([found[i][name] for i in range(len(fed.clients))]) for name in found[0]}
+
+
+def personal(fed):
+    """Every client's personal model, one row each."""
+    return models(fed)["personal"]
+
+
+def close(actual, expected):
+    """Equal up to rounding; what a row of theta holds beyond `expected` is padding and must be 0."""
+    torch.testing.assert_close(actual[: len(expected)], expected, rtol=1e-9, atol=1e-11)
+    assert not actual[len(expected) :].any()
+
+
+def same(actual, expected):
+    """Equal up to rounding, entry by entry of a tree."""
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+def differs(a, b):
+    """Clearly not equal."""
+    return float((a - b).abs().max()) > 1e-4
+
+
+def check_kept(fed, before, ids):
+    """Clients `ids` still have the states `before`, bit for bit."""
+    for i in ids:
+        now = fed.state(i)
+        torch.testing.assert_close(now, before[i], rtol=0, atol=0)
+
+
+def check_no_alias(fed):
+    """What an evaluation returned, and states handed out, do not move when training goes on."""
+    handed = {}
+    fed.evaluate(save=handed.__setitem__)
+    held = (handed, dict(fed.states), fed.server)
+    before = copy.deepcopy(held)
+    fed.step((0, 1, 2))
+    fed.evaluate(save=lambda i, found: None)
+    torch.testing.assert_close(held, before, rtol=0, atol=0)
+
+
+def per_client(fed):
+    """(down, up) of one client and round so far, in float64 numbers; every round had three clients."""
+    sent = 3 * fed.round * 8
+    assert fed.traffic.down % sent == 0
+    assert fed.traffic.up % sent == 0
+    return fed.traffic.down // sent, fed.traffic.up // sent

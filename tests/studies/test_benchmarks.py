@@ -1,0 +1,47 @@
+"""Benchmarks measure the same thing on both sides. How fast is not asserted: that is for the benchmarks to say."""
+
+import pytest
+import torch
+
+from perfed.core.errors import Problem
+from perfed.core.model import Model
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
+from perfed.methods.fedavg import FedAvg
+from perfed.models import make_network
+from perfed.studies.bench import cpu, find
+from perfed.studies.bench.plain import Loop
+from perfed.training.config import ModelConfig
+
+
+def test_the_plain_loop_is_fedavg():
+    clients, _ = cpu._clients(quick=True)
+    build = make_network(ModelConfig(name="mlp", hidden=8), clients.shape, clients.classes)
+    train, test = (cpu._tensors(clients, name) for name in ("train", "test"))
+    loop = Loop(build, train, test, lr=0.1, batch_size=1000, epochs=2)  # one batch each: no order to differ in
+    ours = Federation(Sequential(FedAvg(Model(build), lr=0.1, batch_size=1000, epochs=2), clients))
+    loop.round()
+    theirs = loop.round()
+    ours.step()
+    ours.step()
+    torch.testing.assert_close(ours.method.model.flat(loop.server), ours.server, rtol=1e-4, atol=1e-5)
+    mine = ours.evaluate()["test"]["personal"]["accuracy"].mean()
+    assert theirs == pytest.approx(float(mine), abs=1e-6)
+
+
+def test_cpu():
+    said = []
+    found = find("cpu").measure(quick=True, say=said.append)
+    assert found["quick"]
+    assert said
+    for one in found["findings"]:
+        assert one["plain_cpu_s"] >= 0
+        assert (one["wall_ratio"] is None) == (one["wall_target"] is None)
+    text = "\n".join(cpu.report(found))
+    assert "target 0.70" in text
+    assert "synthetic" in text
+
+
+def test_unknown():
+    with pytest.raises(Problem, match="no benchmark 'cp'; did you mean 'cpu'"):
+        find("cp")

@@ -1,0 +1,166 @@
+"""Macro-F1 and AUC: the numbers of scikit-learn, on every engine, where a run says they are."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import f1_score, roc_auc_score
+
+import perfed
+from perfed.contract import contract
+from perfed.core.clients import Clients, Split
+from perfed.core.data import CHUNK
+from perfed.core.model import Model
+from perfed.engines.f1_auc import full_scores
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Together, Vectorised
+from perfed.engines.workers import Workers
+from perfed.federation.federation import Federation, evaluate_together, step_together
+from perfed.methods.fedavg import FedAvg
+from perfed.studies import measures
+from perfed.training.catalog import find
+
+SIZES = (0, 1, 7, 40, 0, 3, 0)
+ENGINES = {
+    "workers": lambda m, c: Workers(m, c, seed=5, workers=2),
+    "vectorised": lambda m, c: Vectorised(m, c, seed=5),
+    "vectorised in blocks": lambda m, c: Vectorised(m, c, seed=5, block=2),
+}
+
+
+def expected(out, y, size):
+    """The same from scikit-learn, client by client."""
+    first, f1, auc = 0, [], []
+    for n in size:
+        o, t, first = out[first : first + n].numpy(), y[first : first + n].numpy(), first + n
+        f1.append(f1_score(t, o.argmax(1), average="macro", zero_division=0) if n else np.nan)
+        auc.append(roc_auc_score(np.eye(o.shape[1])[t], o, average="micro") if n else np.nan)
+    return {"macro_f1": torch.tensor(f1, dtype=torch.float64), "auc": torch.tensor(auc, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("classes", [2, 3, 10])
+@pytest.mark.parametrize("ties", [False, True])
+def test_scores_are_those_of_scikit_learn(classes, ties):
+    draw = torch.Generator().manual_seed(classes)
+    out, y = torch.randn(sum(SIZES), classes, generator=draw), torch.randint(classes, (sum(SIZES),), generator=draw)
+    out = out.round() if ties else out
+    assert contract.difference(full_scores(out, y, SIZES), expected(out, y, SIZES)) < 1e-12
+
+
+def test_scores_by_hand():
+    """One class never met and never predicted does not count; one predicted wrongly counts as 0."""
+    out = torch.tensor([[3.0, 2.0, 0.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
+    found = full_scores(out, torch.tensor([0, 1]), [2])
+    assert found["macro_f1"].item() == pytest.approx((2 / 3 + 0) / 2)
+    # The right outputs are 3 and 2; the wrong ones 3, 2, 1, 0, 0, 0: of 12 pairs, 5 + 1/2 and 4 + 1/2 are in order.
+    assert found["auc"].item() == pytest.approx(10 / 12)
+
+
+def test_scores_of_extremes():
+    out, y = torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 0])
+    assert full_scores(out, y, [4])["auc"].item() == full_scores(out, y, [4])["macro_f1"].item() == 1.0
+    assert full_scores(-out, y, [4])["auc"].item() == 0.0
+    assert full_scores(out * 0, y, [4])["auc"].item() == 0.5
+    assert full_scores(out.where(out > 0, torch.nan), y, [1, 3])["auc"].isnan().all()
+    assert full_scores(out[:0], y[:0], [0, 0])["auc"].isnan().all()
+
+
+def trained(engine, rounds=2):
+    federation = Federation(engine)
+    for cohort in contract.COHORTS[:rounds]:
+        federation.step(cohort)
+    return federation
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "pfedme"])  # one model for all, one for each, two for each
+def test_every_engine_finds_the_same(name, engine):
+    make, clients = contract.maker(find(name), "norm"), contract.toy_clients()
+    reference = trained(Sequential(make(), clients, seed=5)).evaluate(full=True)
+    federation = trained(ENGINES[engine](make(), clients))
+    saved = {}
+    try:
+        found = federation.evaluate(saved.__setitem__, full=True)
+        plain = federation.evaluate()
+    finally:
+        federation.engine.close()
+    assert contract.difference(found, reference) < 1e-9
+    assert set(found["test"]["personal"]) == {"loss", "accuracy", "macro_f1", "auc"}
+    assert set(plain["test"]["personal"]) == {"loss", "accuracy"}
+    model, test = federation.method.model, clients.test
+    for kind in found["test"]:
+        rows = [test.x[a : a + n] for a, n in zip(test.start, test.size, strict=True)]
+        out = torch.cat([model.apply(saved[id][kind], x)[0] for id, x in enumerate(rows)])
+        ours = {key: found["test"][kind][key] for key in ("macro_f1", "auc")}
+        assert contract.difference(ours, expected(out, test.y, test.size)) < 1e-9
+
+
+def test_runs_in_one_batch_find_the_same():
+    make, clients = contract.maker(find("ditto"), "norm"), contract.toy_clients()
+    batched, alone = ([Federation(Vectorised(make(seed=s), clients, seed=s)) for s in (0, 3)] for _ in range(2))
+    together = Together([one.engine for one in batched])
+    step_together(batched, together)
+    for one in alone:
+        one.step()
+    for found, one in zip(evaluate_together(batched, together, full=True), alone, strict=True):
+        assert contract.difference(found, one.evaluate(full=True)) < 1e-9
+        assert "auc" in found["val"]["personal"]
+
+
+@pytest.mark.parametrize("sizes", [(4, 0, 2 * CHUNK + 3, 1, 9 * CHUNK, 0), (0, 0, 3), (5, 0)])
+@pytest.mark.parametrize("shared", [True, False])
+def test_clients_of_any_size(sizes, shared):
+    """Several pieces, several passes, nobody."""
+    whole, draw = contract.toy_clients((6,) * len(sizes)), torch.Generator().manual_seed(3)
+    x = torch.randn(sum(sizes), contract.FEATURES, generator=draw, dtype=torch.float64)
+    test = Split(x, torch.randint(0, 3, (len(x),), generator=draw), sizes)
+    clients = Clients(whole.names, whole.train, Split(x[:0], test.y[:0], (0,) * len(sizes)), test, 3)
+    make = FedAvg(Model(contract.plain_net, dtype=torch.float64), batch_size=5, fine_tune=0 if shared else 1, lr=0.01)
+    federation, saved = Federation(Sequential(make, clients)), {}
+    found = federation.evaluate(saved.__setitem__, full=True)["test"]["personal"]
+    rows = [x[a : a + n] for a, n in zip(test.start, sizes, strict=True)]
+    out = torch.cat([make.model.apply(saved[id]["personal"], some)[0] for id, some in enumerate(rows)])
+    assert contract.difference({k: found[k] for k in ("macro_f1", "auc")}, expected(out, test.y, sizes)) < 1e-12
+
+
+def test_a_method_that_scores_in_its_own_way_keeps_to_it():
+    @dataclass(frozen=True)
+    class Scored(FedAvg):
+        def score(self, batch, models):
+            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
+
+    engine = Sequential(Scored(Model(contract.plain_net, dtype=torch.float64)), contract.toy_clients())
+    assert set(Federation(engine).evaluate(full=True)["test"]["personal"]) == {"loss", "accuracy"}
+
+
+# ---------------------------------------------------------------------- in a run
+
+TINY = dict(rounds=2, clients=4, epochs=1, batch_size=50, engine="sequential")
+
+
+@pytest.mark.parametrize(("when", "rounds"), [("last", {2}), ("every", {1, 2}), ("none", set())])
+def test_when_a_run_makes_them(tmp_path, when, rounds):
+    run = perfed.run("fedavg", "ditto", out=tmp_path / "run", baseline=False, scores=when, **TINY)
+    for method in run.entries:
+        lines = [json.loads(line) for line in (run.path / method / "metrics.jsonl").read_text().splitlines()]
+        assert {line["round"] for line in lines if "auc" in line["personal"]["test"]} == rounds
+        assert ("macro_f1" in run.result(method)["clients"][0]["personal"]["val"]) == bool(rounds)
+        found = measures.summary(run, method)
+        assert ("macro_f1" in found) == ("auc" in found) == bool(rounds)
+        if rounds:
+            assert found["auc"] == pytest.approx(np.mean(run.scores(method, "auc")))
+            client = run.clients(method)[0]
+            assert 0 <= client.scores["personal"]["test"]["macro_f1"] <= 1
+
+
+def test_a_run_that_stops_by_itself_has_them(tmp_path):
+    """Which evaluation is the last is known only after it."""
+    settings = TINY | dict(rounds=50, patience=1, lr=1e-9, baseline=False, engine="sequential")
+    run = perfed.run("fedavg", "ditto", out=tmp_path / "run", **settings)
+    for method in run.entries:
+        assert run.result(method)["rounds"] == 2
+        assert 0 < run.scores(method, "auc").mean() < 1
+        last = json.loads((run.path / method / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["personal"] == run.result(method)["clients"][-1]["personal"]
