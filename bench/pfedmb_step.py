@@ -15,6 +15,7 @@ import torch
 
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
@@ -26,7 +27,7 @@ BRANCHES, CLIENTS, SAMPLES, REPEATS = 5, 2, 320, 5
 
 def seconds(method, clients: Clients) -> float:
     """CPU time of one round, from download to the server's average."""
-    federation = Federation(Sequential(method, clients))
+    federation = Federation(Sequential(Job(method, clients)))
     began = time.process_time()
     federation.step()
     return time.process_time() - began

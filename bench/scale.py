@@ -61,6 +61,7 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
     import torch
 
     from perfed.core.model import Model
+    from perfed.engines.base import Job
     from perfed.engines.client_states import States
     from perfed.engines.local import Sequential
     from perfed.federation.federation import Federation
@@ -68,7 +69,7 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
 
     torch.set_num_threads(1)
     method = methods()[kind].load()(Model(network), lr=0.01, epochs=1, cohort=cohort, **settings)
-    engine = Sequential(method, clients)
+    engine = Sequential(Job(method, clients))
     return Federation(engine, states=States(engine.method.init_client(), budget=budget))
 
 
@@ -93,9 +94,9 @@ def memory(clients: int, megabytes: int) -> dict:
     fed.evaluate()
     return {
         "registered": clients,
-        "states": len(fed.states),
+        "states": len(fed.engine.states[0]),
         "state_memory_mb": megabytes,
-        "states_mb": round(len(fed.states) * fed.states.width / 1e6, 1),
+        "states_mb": round(len(fed.engine.states[0]) * fed.engine.states[0].width / 1e6, 1),
         "checkpoint_mb": round(written / 1e6, 1),
         "data_mb": round(SAMPLES * 3072 / 1e6, 1),
         "cpu_seconds_per_round": round(trained / (clients / 10), 4),

@@ -5,6 +5,7 @@ from torch import nn
 
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.fedper import FedPer
@@ -22,9 +23,9 @@ def split(sizes):
 
 clients = Clients(("north", "south", "west"), split([60, 40, 20]), split([10, 10, 10]), split([30, 30, 30]), classes=2)
 model = Model(lambda: nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 2)))
-federation = Federation(Sequential(FedPer(model, lr=0.1, epochs=3), clients))
+federation = Federation(Sequential(Job(FedPer(model, lr=0.1, epochs=3), clients)))
 for _ in range(10):
     federation.step()
-accuracy = federation.evaluate()["test"]["personal"]["accuracy"]
+accuracy = federation.evaluate()["personal"]["test"]["accuracy"]
 print({name: round(a, 2) for name, a in zip(clients.names, accuracy.tolist(), strict=True)})
 print("bytes down", federation.traffic.down, "up", federation.traffic.up)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from perfed.contract.contract import SIZES as SIZES
-from perfed.contract.contract import norm_net, plain_net
-from perfed.contract.contract import toy_clients as make_clients
+from perfed.contract.toy import SIZES as SIZES
+from perfed.contract.toy import norm_net, plain_net
+from perfed.contract.toy import toy_clients as make_clients
 from perfed.core.model import Model
 
 if not torch.cuda.is_available():

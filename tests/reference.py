@@ -11,6 +11,8 @@ from torch import nn
 
 from perfed.core.model import Model
 from perfed.core.random import TRAIN, derive, shuffle
+from perfed.core.tree import rows
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 
@@ -125,7 +127,7 @@ class World:
     def federation(self, kind, clients=None, **more):
         model = Model(self.build, dtype=torch.float64)
         method = kind(model, **(self.settings | {"seed": SEED, "cohort": 3} | more))
-        return Federation(Sequential(method, clients or self.clients, seed=ORDER))
+        return Federation(Sequential(Job(method, clients or self.clients, seed=ORDER)))
 
     def run(self, kind, rounds=ROUNDS, **more):
         fed = self.federation(kind, **more)
@@ -165,7 +167,7 @@ def differs(a, b):
 def check_kept(fed, before, ids):
     """Clients `ids` still have the states `before`, bit for bit."""
     for i in ids:
-        now = fed.state(i)
+        now = state_of(fed, i)
         torch.testing.assert_close(now, before[i], rtol=0, atol=0)
 
 
@@ -173,7 +175,7 @@ def check_no_alias(fed):
     """What an evaluation returned, and states handed out, do not move when training goes on."""
     handed = {}
     fed.evaluate(save=handed.__setitem__)
-    held = (handed, dict(fed.states), fed.server)
+    held = (handed, dict(fed.engine.states[0]), fed.server)
     before = copy.deepcopy(held)
     fed.step((0, 1, 2))
     fed.evaluate(save=lambda i, found: None)
@@ -186,3 +188,8 @@ def per_client(fed):
     assert fed.traffic.down % sent == 0
     assert fed.traffic.up % sent == 0
     return fed.traffic.down // sent, fed.traffic.up // sent
+
+
+def state_of(fed, id):
+    """A client's private state; that of a client that never took part is the initial one."""
+    return rows(fed.engine.states[0].take([id]), 0)

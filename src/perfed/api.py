@@ -29,11 +29,12 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
 
 def start(config: Config, out: Path | None, console: Console) -> Run:
     """A new run of a configuration."""
-    from perfed.training.experiment import create, prepare, train
+    from perfed.training.experiment import create, prepare
+    from perfed.training.train import train
 
     experiment = prepare(config)
     folder = create(experiment, out)
-    train(experiment, folder, console)
+    train([experiment], [folder], console)
     return finish(folder)
 
 
@@ -41,15 +42,16 @@ def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished one is left as it is."""
     from perfed.training.experiment import read_config
 
-    return together([read_config(folder)], [folder], console)[0]
+    return carry_out([read_config(folder)], [folder], console)[0]
 
 
-def together(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
-    """Runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
-    from perfed.training.experiment import reopen, train_together
+def carry_out(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
+    """Carry out runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
+    from perfed.training.experiment import reopen
+    from perfed.training.train import train
 
     experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
-    train_together(experiments, folders, console)
+    train(experiments, folders, console)
     return [finish(folder) for folder in folders]
 
 

@@ -8,10 +8,11 @@ from torch.func import grad, jvp, vmap
 pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
 from perfed.accel import autotune
 from perfed.accel.fast import fast
-from perfed.contract import contract
+from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
 from perfed.core.data import Plan
 from perfed.core.model import Batch, Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.federation.federation import Federation
@@ -25,10 +26,10 @@ COHORTS = ((0, 1, 2), (1, 2, 3))
 
 def check(method, cohorts=COHORTS, sizes=SIZES, **options):
     """Recorded steps end with what the sequential engine ends with. Returns the engine."""
-    clients = contract.toy_clients(sizes)
-    expected = contract.play(Sequential(method, clients, seed=5), cohorts)
-    engine = Vectorised(method, clients, seed=5, fast=True, **options)
-    contract.compare(contract.play(engine, cohorts), expected, "recorded")
+    clients = toy.toy_clients(sizes)
+    expected = checks.play(Sequential(Job(method, clients, seed=5)), cohorts)
+    engine = Vectorised(Job(method, clients, seed=5), fast=True, **options)
+    checks.compare(checks.play(engine, cohorts), expected, "recorded")
     return engine
 
 
@@ -38,33 +39,33 @@ def loops(engine):
 
 @pytest.mark.parametrize(("name", "network"), [("fedavg", "plain"), ("fedavg", "norm"), ("pfedmb", "plain")])
 def test_recorded_equals_sequential(name, network):
-    check(contract.maker(methods()[name], network)(epochs=1))
+    check(toy.maker(methods()[name], network)(epochs=1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("network", toy.NETWORKS)
 @pytest.mark.parametrize("name", list(methods()))
 def test_recorded_equals_sequential_for_all(name, network):
-    make = contract.maker(methods()[name], network)
-    if network not in contract.networks(methods()[name]) or not make().vectorised:
+    make = toy.maker(methods()[name], network)
+    if network not in toy.networks(methods()[name]) or not make().vectorised:
         pytest.skip("a network that this method refuses, or a method that is not batched")
     check(make(), (*COHORTS, (0, 1, 3)))
 
 
 def test_blocks_smaller_than_the_cohort():
-    check(contract.maker(methods()["fedavg"])(epochs=1), block=2)
+    check(toy.maker(methods()["fedavg"])(epochs=1), block=2)
 
 
 def test_two_instances_do_not_share_a_record():
     """One engine after another, in one process, with other settings."""
     for settings in ({"lr": 0.05}, {"lr": 0.02}):
-        check(contract.maker(methods()["fedavg"])(epochs=1, **settings), [(1, 2)])
+        check(toy.maker(methods()["fedavg"])(epochs=1, **settings), [(1, 2)])
 
 
 def test_records_of_one_engine_are_told_apart():
     """A method whose phases differ in a number alone: each has a record of its own."""
-    make = contract.maker(methods()["fedavg"])
-    engine = Vectorised(make(), contract.toy_clients(), fast=True)
+    make = toy.maker(methods()["fedavg"])
+    engine = Vectorised(Job(make(), toy.toy_clients()), fast=True)
     identity = lambda method: engine.runner.identity(method._descent, (), [True])
     one, two = make(lr=0.05), make(lr=0.02)
     assert identity(one) == identity(make(lr=0.05))
@@ -74,12 +75,12 @@ def test_records_of_one_engine_are_told_apart():
 
 @pytest.mark.slow
 def test_a_second_run_uses_the_records_again():
-    engine = Vectorised(contract.maker(methods()["pgfed"])(epochs=1), contract.toy_clients(SIZES), seed=5, fast=True)
-    first = contract.play(engine, COHORTS)
+    engine = Vectorised(Job(toy.maker(methods()["pgfed"])(epochs=1), toy.toy_clients(SIZES), seed=5), fast=True)
+    first = checks.play(engine, COHORTS)
     made = {key: (loop, dict(loop.graphs)) for key, loop in loops(engine).items()}
     assert made
-    second = contract.play(engine, COHORTS)
-    contract.compare(second, first, "the second run", tolerance=0)
+    second = checks.play(engine, COHORTS)
+    checks.compare(second, first, "the second run", tolerance=0)
     assert loops(engine).keys() == made.keys()
     for key, (loop, graphs) in made.items():
         assert loops(engine)[key] is loop
@@ -87,15 +88,15 @@ def test_a_second_run_uses_the_records_again():
 
 
 def test_a_larger_cohort_gets_more_room():
-    engine = check(contract.maker(methods()["fedavg"])(epochs=1), [(1, 3), (0, 1, 2, 3), (2, 3)])
+    engine = check(toy.maker(methods()["fedavg"])(epochs=1), [(1, 3), (0, 1, 2, 3), (2, 3)])
     assert [loop.rows for loop in loops(engine).values()] == [4]
 
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_useful_share(fast):
     """The samples that steps look at, over the places in the batches that were run."""
-    method, clients = contract.maker(methods()["fedavg"])(epochs=1), contract.toy_clients((13, 7, 4))
-    engine = Vectorised(method, clients, seed=5, fast=fast)
+    method, clients = toy.maker(methods()["fedavg"])(epochs=1), toy.toy_clients((13, 7, 4))
+    engine = Vectorised(Job(method, clients, seed=5), fast=fast)
     assert engine.useful == 0
     Federation(engine).step((0, 1, 2))
     plan = Plan(method.batch_size, 1, None)
@@ -152,11 +153,11 @@ def test_images_in_single_precision(network, normal):
     """The kernels of the layers, inside recorded steps, on images that are kept as bytes."""
     clients = images(normal=normal)
     make = lambda: FedAvg(Model(network), lr=0.1, momentum=0.5, epochs=1, batch_size=4)
-    run = lambda fast: contract.play(Vectorised(make(), clients, seed=5, fast=fast), [(0, 1)])
+    run = lambda fast: checks.play(Vectorised(Job(make(), clients, seed=5), fast=fast), [(0, 1)])
     found, expected = run(True), run(False)
-    contract.compare(found, expected, "with kernels", tolerance=1e-4)
+    checks.compare(found, expected, "with kernels", tolerance=1e-4)
     start = make().model.init(0)
-    assert contract.difference(expected.server, start) > 1e-3  # it moved, far more than what is allowed above
+    assert checks.difference(expected.server, start) > 1e-3  # it moved, far more than what is allowed above
 
 
 @pytest.mark.slow
@@ -166,9 +167,9 @@ def test_several_models_of_a_client(network, capfd):
     """FedFomo scores the models it downloads in a vmap of its own: all clients' are rows of one block."""
     clients = images((5, 4, 3))
     make = lambda: FedFomo(Model(network), lr=0.1, epochs=1, batch_size=4, downloads=2, warmup=0)
-    run = lambda fast: contract.play(Vectorised(make(), clients, seed=5, fast=fast), [(0, 1), (0, 2)])
+    run = lambda fast: checks.play(Vectorised(Job(make(), clients, seed=5), fast=fast), [(0, 1), (0, 2)])
     found, expected = run(True), run(False)
-    contract.compare(found, expected, "with kernels", tolerance=1e-4)
+    checks.compare(found, expected, "with kernels", tolerance=1e-4)
     assert "performance drop" not in capfd.readouterr().err
 
 

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 
 from perfed.accel import autotune
 from perfed.accel.fast import fast
-from perfed.contract import contract
+from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Batch, Model
 from perfed.core.tree import tree_map
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
-from perfed.engines.vectorised import Together, Vectorised
+from perfed.engines.vectorised import Vectorised
 from perfed.federation.faults import Faults
-from perfed.federation.federation import Federation, evaluate_together, step_together
+from perfed.federation.federation import Federation, evaluate, step
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
 from perfed.training.catalog import methods
@@ -49,39 +50,39 @@ def here(tree):
 
 
 def compare(found, expected):
-    contract.compare(contract.Outcome(*(here(getattr(found, f)) for f in vars(found))), expected, "the GPU")
+    checks.compare(checks.Outcome(*(here(getattr(found, f)) for f in vars(found))), expected, "the GPU")
 
 
 def on(device, name, network, **changed):
     entry = methods()[name]
-    like = contract.maker(entry, network)(**changed)
+    like = toy.maker(entry, network)(**changed)
     settings = {field: getattr(like, field) for field in entry.fields}
-    return entry.load()(Model(contract.NETWORKS[network], dtype=torch.float64, device=device), **settings)
+    return entry.load()(Model(toy.NETWORKS[network], dtype=torch.float64, device=device), **settings)
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("network", toy.NETWORKS)
 @pytest.mark.parametrize("name", list(methods()))
 def test_gpu_equals_cpu(name, network, compile):
-    if network not in contract.networks(methods()[name]):
+    if network not in toy.networks(methods()[name]):
         pytest.skip("a network that this method refuses")
     if compile and name not in ("fedavg", "pgfed"):
         pytest.skip("compiling takes long: two methods stand for all")
-    expected = contract.play(Sequential(on("cpu", name, network), contract.toy_clients(), seed=5))
+    expected = checks.play(Sequential(Job(on("cpu", name, network), toy.toy_clients(), seed=5)))
     engine = Vectorised(
-        on("cuda", name, network), contract.toy_clients(), seed=5, compile=compile, sizes=(3,) if compile else ()
+        Job(on("cuda", name, network), toy.toy_clients(), seed=5), compile=compile, sizes=(3,) if compile else ()
     )
-    compare(contract.play(engine), expected)
+    compare(checks.play(engine), expected)
 
 
 @needs_triton
-@pytest.mark.parametrize("network", contract.NETWORKS)
+@pytest.mark.parametrize("network", toy.NETWORKS)
 @pytest.mark.parametrize("name", list(methods()))
 def test_recorded_on_a_gpu_equals_cpu(name, network):
-    if network not in contract.networks(methods()[name]) or not methods()[name].load().vectorised:
+    if network not in toy.networks(methods()[name]) or not methods()[name].load().vectorised:
         pytest.skip("a network that this method refuses, or a method that is not batched")
-    expected = contract.play(Sequential(on("cpu", name, network), contract.toy_clients(), seed=5))
-    compare(contract.play(Recorded(on("cuda", name, network), contract.toy_clients(), seed=5)), expected)
+    expected = checks.play(Sequential(Job(on("cpu", name, network), toy.toy_clients(), seed=5)))
+    compare(checks.play(Recorded(Job(on("cuda", name, network), toy.toy_clients(), seed=5))), expected)
 
 
 def images():
@@ -127,9 +128,9 @@ def test_a_layer_of_full_size_in_single_precision(layer, pool):
         for f, tensors in ((ours, (x, w, b, g)), (plain, (x.double(), w.double(), b.double(), g.double())))
     )
     for one, other in zip(found, expected, strict=True):
-        assert contract.difference(one, other) < 1e-5
+        assert checks.difference(one, other) < 1e-5
     double = torch.func.vmap(plain)(x.double(), w.double(), b.double())
-    assert contract.difference(torch.func.vmap(ours)(x, w, b), double) < 1e-5
+    assert checks.difference(torch.func.vmap(ours)(x, w, b), double) < 1e-5
 
 
 @needs_triton
@@ -146,17 +147,17 @@ def test_networks_in_single_precision(name):
         with fast():  # which double precision does not take
             found.append(torch.func.vmap(gradient)(theta, x.to(dtype), y))
     (g, _, loss), (exact, _, value) = found
-    assert contract.difference(loss, value) < 1e-5
-    assert contract.difference(g, exact) < 1e-3  # a ReLU near zero may be on in one and off in the other
+    assert checks.difference(loss, value) < 1e-5
+    assert checks.difference(g, exact) < 1e-3  # a ReLU near zero may be on in one and off in the other
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["fedavg", "pfedmb"])
 def test_fine_tuning_on_a_gpu_equals_cpu(name):
     make = lambda device: on(device, name, "plain", fine_tune=2)
-    expected = contract.play(Sequential(make("cpu"), contract.toy_clients(), seed=5))
+    expected = checks.play(Sequential(Job(make("cpu"), toy.toy_clients(), seed=5)))
     for engine in (Vectorised, Recorded):
-        compare(contract.play(engine(make("cuda"), contract.toy_clients(), seed=5)), expected)
+        compare(checks.play(engine(make("cuda"), toy.toy_clients(), seed=5)), expected)
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised, pytest.param(Recorded, marks=needs_triton)])
@@ -166,27 +167,27 @@ def test_a_gpu_run_can_be_repeated(name, norm, engine):
     clients = images().to("cuda")
     torch.backends.cudnn.deterministic = True  # as every run sets it
     make = lambda: FedAvg(Model(network(name, norm), device="cuda"), epochs=2, lr=0.05)
-    one, two = (contract.play(engine(make(), clients), [range(3)] * 2) for _ in range(2))
-    assert contract.difference(one.server, two.server) == 0
-    assert contract.difference(one.values, two.values) == 0
+    one, two = (checks.play(engine(make(), clients), [range(3)] * 2) for _ in range(2))
+    assert checks.difference(one.server, two.server) == 0
+    assert checks.difference(one.values, two.values) == 0
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "pgfed"])
 def test_several_runs_in_one_batch(name):
     """Recorded steps with seeds as rows: each run ends as the reference does alone."""
-    clients, rates = contract.toy_clients(), {0: 0.05, 3: 0.05, 7: 0.02}
-    engines = [Recorded(on("cuda", name, "norm", seed=s, lr=lr), clients, seed=s) for s, lr in rates.items()]
-    federations, together = [Federation(engine) for engine in engines], Together(engines)
+    clients, rates = toy.toy_clients(), {0: 0.05, 3: 0.05, 7: 0.02}
+    engine = Recorded(*(Job(on("cuda", name, "norm", seed=s, lr=lr), clients, seed=s) for s, lr in rates.items()))
+    federations = [Federation(engine, run) for run in range(len(rates))]
     for _ in range(2):
-        step_together(federations, together)
-    values = evaluate_together(federations, together)
+        step(federations)
+    scores = evaluate(federations, [None] * len(federations))
     for at, (seed, lr) in enumerate(rates.items()):
-        alone = Federation(Sequential(on("cpu", name, "norm", seed=seed, lr=lr), clients, seed=seed))
+        alone = Federation(Sequential(Job(on("cpu", name, "norm", seed=seed, lr=lr), clients, seed=seed)))
         for _ in range(2):
             alone.step()
-        assert contract.difference(here(federations[at].server), alone.server) < 1e-9
-        assert contract.difference(values[at], alone.evaluate()) < 1e-9
+        assert checks.difference(here(federations[at].server), alone.server) < 1e-9
+        assert checks.difference(scores[at].tables, alone.evaluate().tables) < 1e-9
 
 
 @needs_triton
@@ -196,7 +197,7 @@ def test_launch_parameters_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "_chosen", {})
     monkeypatch.setattr(autotune, "_loaded", set())
     method = FedAvg(Model(network("lenet"), device="cuda"), epochs=1, batch_size=7)
-    Federation(Recorded(method, images())).step()
+    Federation(Recorded(Job(method, images()))).step()
     chosen = dict(autotune._chosen)
     assert {key[0] for key in chosen} == {"forward", "weights", "inputs"}
     assert len(list(tmp_path.glob("kernels-*.json"))) == 1
@@ -213,9 +214,9 @@ def test_failing_clients_and_all_scores(name):
     for engine, device in ((Sequential, "cpu"), (Recorded, "cuda")):
         method = on(device, name, "norm", epochs=3, cohort=4)
         federation = Federation(
-            engine(method, contract.toy_clients(), seed=5), faults=Faults(dropout=0.3, stragglers=0.7)
+            engine(Job(method, toy.toy_clients(), seed=5)), faults=Faults(dropout=0.3, stragglers=0.7)
         )
         for _ in range(4):
             federation.step()
-        ends.append(here((federation.server, dict(federation.states), federation.evaluate(full=True))))
-    assert contract.difference(ends[1], ends[0]) < 1e-9
+        ends.append(here((federation.server, dict(federation.engine.states[0]), federation.evaluate(full=True).tables)))
+    assert checks.difference(ends[1], ends[0]) < 1e-9

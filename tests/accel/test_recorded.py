@@ -14,15 +14,15 @@ from perfed.accel import operators
 from perfed.accel.convolution import Layer
 from perfed.accel.schedule import trace
 from perfed.accel.trace import Rows, record
-from perfed.contract import contract
+from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
-from perfed.core.data import Batch
 from perfed.core.errors import Problem
 from perfed.core.messages import Up
-from perfed.core.model import Model
+from perfed.core.model import Batch, Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
-from perfed.engines.vectorised import Together, Vectorised
-from perfed.federation.federation import Federation, step_together
+from perfed.engines.vectorised import Vectorised
+from perfed.federation.federation import Federation, step
 from perfed.methods.fedavg import FedAvg
 from perfed.training.catalog import methods
 
@@ -47,11 +47,11 @@ def small_cnn() -> nn.Module:
 def test_pictures_in_any_layout(last):
     clients = picture_clients(last)
     make = lambda: FedAvg(Model(small_cnn), epochs=1, batch_size=4, lr=0.05)
-    expected = contract.play(Sequential(make(), clients), [(0, 1)])
-    found = contract.play(Vectorised(make(), clients, fast=True), [(0, 1)])
+    expected = checks.play(Sequential(Job(make(), clients)), [(0, 1)])
+    found = checks.play(Vectorised(Job(make(), clients), fast=True), [(0, 1)])
     moved = (expected.server - make().init_server(2)).norm()
     assert (found.server - expected.server).norm() < 1e-4 * moved
-    assert contract.difference(found.values, expected.values) < 1e-4
+    assert checks.difference(found.scores, expected.scores) < 1e-4
 
 
 def test_what_is_not_a_number_stays_so():
@@ -72,11 +72,11 @@ def test_several_steps_to_a_graph(monkeypatch):
 
     monkeypatch.setattr(loops, "WORTH", 2)
     monkeypatch.setattr(loops, "MANY", 3)
-    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=2, batch_size=2, lr=0.05)
-    clients = contract.toy_clients((4, 4))
-    engine = Vectorised(make(), clients, fast=True)
+    make = lambda: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=2, batch_size=2, lr=0.05)
+    clients = toy.toy_clients((4, 4))
+    engine = Vectorised(Job(make(), clients), fast=True)
     cohorts = [(0, 1)] * 2
-    contract.compare(contract.play(engine, cohorts), contract.play(Sequential(make(), clients), cohorts), "graphs")
+    checks.compare(checks.play(engine, cohorts), checks.play(Sequential(Job(make(), clients)), cohorts), "graphs")
     recorder = engine.runner.recorder
     assert recorder is not None
     assert {steps for loop in recorder.loops.values() for _, steps in loop.graphs} == {1, 3}
@@ -94,9 +94,9 @@ class Growing(FedAvg):
 
 
 def test_a_step_keeps_its_carrys_form():
-    method = Growing(Model(contract.plain_net, dtype=torch.float64), epochs=1)
+    method = Growing(Model(toy.plain_net, dtype=torch.float64), epochs=1)
     with pytest.raises(TypeError, match="another form"):
-        contract.play(Vectorised(method, contract.toy_clients(), fast=True), [(0, 1)])
+        checks.play(Vectorised(Job(method, toy.toy_clients()), fast=True), [(0, 1)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,8 @@ class SeveralMeans(FedAvg):
 
 
 def test_means_of_different_shapes_are_different_records():
-    make = lambda: SeveralMeans(Model(contract.plain_net, dtype=torch.float64), epochs=1)
-    contract.play(Vectorised(make(), contract.toy_clients(), fast=True), [(0, 1, 2)])
+    make = lambda: SeveralMeans(Model(toy.plain_net, dtype=torch.float64), epochs=1)
+    checks.play(Vectorised(Job(make(), toy.toy_clients()), fast=True), [(0, 1, 2)])
 
 
 def test_a_step_that_is_no_straight_line_is_recorded_anew():
@@ -133,39 +133,39 @@ def test_a_step_that_is_no_straight_line_is_recorded_anew():
 @pytest.mark.slow
 def test_a_client_without_samples_beside_many():
     sizes = (*(3,) * 33, 0)
-    clients = contract.toy_clients(sizes)
-    make = lambda: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=2, lr=0.05)
-    expected = contract.play(Sequential(make(), clients), [range(34)])
-    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [range(34)]), expected, "recorded")
+    clients = toy.toy_clients(sizes)
+    make = lambda: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=1, batch_size=2, lr=0.05)
+    expected = checks.play(Sequential(Job(make(), clients)), [range(34)])
+    checks.compare(checks.play(Vectorised(Job(make(), clients), fast=True), [range(34)]), expected, "recorded")
 
 
 def test_labels_out_of_range_are_refused():
-    clients = contract.toy_clients()
+    clients = toy.toy_clients()
     wrong = dataclasses.replace(clients, test=dataclasses.replace(clients.test, y=clients.test.y + 7))
     with pytest.raises(Problem, match="not one of the 3 classes"):
-        Vectorised(FedAvg(Model(contract.plain_net)), wrong, fast=True)
+        Vectorised(Job(FedAvg(Model(toy.plain_net)), wrong), fast=True)
 
 
 def test_runs_of_different_methods_or_networks_do_not_train_together():
-    clients, model = contract.toy_clients(), Model(contract.plain_net)
-    engine = lambda name, model: Vectorised(methods()[name].load()(model), clients)
+    clients, model = toy.toy_clients(), Model(toy.plain_net)
+    job = lambda name, model: Job(methods()[name].load()(model), clients)
     with pytest.raises(Problem, match="same method"):
-        Together([engine("fedavg", model), engine("local", model)])
+        Vectorised(job("fedavg", model), job("local", model))
     with pytest.raises(Problem, match="same network"):
-        Together([engine("fedavg", model), engine("fedavg", Model(contract.norm_net))])
+        Vectorised(job("fedavg", model), job("fedavg", Model(toy.norm_net)))
 
 
 def test_apple_runs():
-    make = contract.maker(methods()["apple"])
-    Federation(Sequential(make(), contract.toy_clients())).step()
+    make = toy.maker(methods()["apple"])
+    Federation(Sequential(Job(make(), toy.toy_clients()))).step()
 
 
 def test_a_network_whose_size_needs_no_padding():
     net = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))  # 92 numbers, a multiple of four
     make = lambda: FedAvg(Model(net, dtype=torch.float64), epochs=1, batch_size=5)
-    clients = contract.toy_clients((7, 5))
-    expected = contract.play(Sequential(make(), clients), [(0, 1)])
-    contract.compare(contract.play(Vectorised(make(), clients, fast=True), [(0, 1)]), expected, "recorded")
+    clients = toy.toy_clients((7, 5))
+    expected = checks.play(Sequential(Job(make(), clients)), [(0, 1)])
+    checks.compare(checks.play(Vectorised(Job(make(), clients), fast=True), [(0, 1)]), expected, "recorded")
 
 
 def test_an_empty_piece():
@@ -175,11 +175,9 @@ def test_an_empty_piece():
 
 
 def test_runs_with_models_of_their_own():
-    engines = [
-        Vectorised(contract.maker(methods()["fedbabu"])(epochs=1, seed=s), contract.toy_clients(), seed=s)
-        for s in (0, 3)
-    ]
-    step_together([Federation(e) for e in engines], Together(engines))
+    jobs = [Job(toy.maker(methods()["fedbabu"])(epochs=1, seed=s), toy.toy_clients(), seed=s) for s in (0, 3)]
+    engine = Vectorised(*jobs)
+    step([Federation(engine, run) for run in range(2)])
 
 
 def test_arithmetic_on_constants_alone():
@@ -210,19 +208,19 @@ def test_a_result_beyond_the_arguments_that_is_one():
 
 
 def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():
-    """The first engine records for its own clients, then for those of all runs."""
-    make = lambda seed: FedAvg(Model(contract.plain_net, dtype=torch.float64), epochs=1, batch_size=5, seed=seed)
-    tables = [contract.toy_clients((7, 5), seed=seed) for seed in (0, 1)]
-    engines = [Vectorised(make(s), clients, seed=s, fast=True) for s, clients in enumerate(tables)]
-    federations = [Federation(engine) for engine in engines]
+    """The engine records for the clients of all runs, then for one run's."""
+    make = lambda seed: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=1, batch_size=5, seed=seed)
+    tables = [toy.toy_clients((7, 5), seed=seed) for seed in (0, 1)]
+    engine = Vectorised(*(Job(make(seed), clients, seed=seed) for seed, clients in enumerate(tables)), fast=True)
+    federations = [Federation(engine, run) for run in range(2)]
+    step(federations)
     for federation in federations:
         federation.step()
-    step_together(federations, Together(engines))
     for seed, federation in enumerate(federations):
-        expected = Federation(Sequential(make(seed), tables[seed], seed=seed))
+        expected = Federation(Sequential(Job(make(seed), tables[seed], seed=seed)))
         expected.step()
         expected.step()
-        assert contract.difference(federation.server, expected.server) < 1e-9
+        assert checks.difference(federation.server, expected.server) < 1e-9
 
 
 def test_what_is_kept_is_no_wrapper():
@@ -230,8 +228,8 @@ def test_what_is_kept_is_no_wrapper():
     from perfed.core import random
 
     random._table.cache_clear()
-    make = contract.maker(methods()["fedfomo"], "norm")
-    contract.play(Vectorised(make(epochs=1), contract.toy_clients((4, 3)), seed=5, fast=True), [(0, 1)])
+    make = toy.maker(methods()["fedfomo"], "norm")
+    checks.play(Vectorised(Job(make(epochs=1), toy.toy_clients((4, 3)), seed=5), fast=True), [(0, 1)])
     assert random._table.cache_info().currsize > 0
     for n in range(1, 65):
         table = random._table(n, torch.device("cpu"))

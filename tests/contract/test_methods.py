@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from perfed.contract import contract
+from perfed.contract import checks, toy
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.training.catalog import methods
@@ -23,9 +24,9 @@ each_seeded_method = pytest.mark.parametrize(
 def cases():
     """Every method with the networks that suit it; what differs little from another case is slow."""
     for entry in METHODS:
-        suitable = contract.networks(entry)
+        suitable = toy.networks(entry)
         for network in suitable:
-            for engine in contract.ENGINES:
+            for engine in checks.ENGINES:
                 # Whole cohorts with the network that has more to it, all else with the plain one.
                 rest = (network == "norm") != (engine == "vectorised") and len(suitable) > 1
                 rest |= engine == "vectorised in blocks" and entry.name not in SEEDED  # the engine's doing, not theirs
@@ -37,23 +38,23 @@ def cases():
 def test_engine_equals_sequential(entry, network, engine):
     if engine == "workers" and torch.cuda.is_available():
         pytest.skip("with a GPU, PyTorch does not let a process that has used autograd fork workers")
-    contract.check_engines(entry, network, engine)
+    checks.check_engines(entry, network, engine)
 
 
 @pytest.mark.slow
 @each_method
 def test_compiled_equals_plain(entry):
-    contract.check_compiled(entry, twice=True)
+    checks.check_compiled(entry, twice=True)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_inductor_equals_plain():
     """Dropout under the compiler that miscompiles hashed counters; full batches only, so that one step is compiled."""
-    make, clients = contract.maker(methods()["fedavg"], "norm"), contract.toy_clients((10, 5))
-    expected = contract.play(Sequential(make(), clients), [(0, 1)])
-    engine = Vectorised(make(), clients, compile=True, sizes=(2,))
-    contract.compare(contract.play(engine, [(0, 1)]), expected, "compiled by inductor")
+    make, clients = toy.maker(methods()["fedavg"], "norm"), toy.toy_clients((10, 5))
+    expected = checks.play(Sequential(Job(make(), clients)), [(0, 1)])
+    engine = Vectorised(Job(make(), clients), compile=True, sizes=(2,))
+    checks.compare(checks.play(engine, [(0, 1)]), expected, "compiled by inductor")
 
 
 @pytest.mark.slow
@@ -61,52 +62,52 @@ def test_inductor_equals_plain():
 @pytest.mark.timeout(900)  # some methods take minutes on busy cores
 @each_method
 def test_inductor_equals_plain_for_all(entry):
-    contract.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)
+    checks.check_compiled(entry, backend="inductor", networks=("plain", "norm"), twice=True)
 
 
 @each_seeded_method
 def test_several_runs_in_one_batch_equal_each_alone(entry):
-    contract.check_together(entry)
+    checks.check_together(entry)
 
 
 @each_method
 def test_statistics_move(entry):
-    contract.check_statistics(entry)
+    checks.check_statistics(entry)
 
 
 @each_method
 def test_nothing_is_changed_in_place(entry):
-    contract.check_pure(entry)
+    checks.check_pure(entry)
 
 
 @each_method
 def test_same_seed_same_result(entry):
-    contract.check_repeatable(entry)
+    checks.check_repeatable(entry)
 
 
 @each_method
 def test_state_survives_saving(entry):
-    contract.check_saved(entry)
+    checks.check_saved(entry)
 
 
 @each_method
 def test_states_keep_their_form(entry):
-    contract.check_stable(entry)
+    checks.check_stable(entry)
 
 
 @each_method
 def test_a_global_model_is_the_same_for_all(entry):
-    contract.check_global(entry)
+    checks.check_global(entry)
 
 
 @each_short_method
 def test_every_hyperparameter_matters(entry):
-    contract.check_settings(entry)
+    checks.check_settings(entry)
 
 
 @each_seeded_method
 def test_learns_where_clients_disagree(entry):
-    contract.check_learns(entry)
+    checks.check_learns(entry)
 
 
 @each_method

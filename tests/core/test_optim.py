@@ -1,12 +1,14 @@
 """Optimisers against PyTorch's, and the masks that keep a part out of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from reference import World, norm_net, plain_net, same
 
-from perfed.core.data import ClientData
 from perfed.core.errors import Problem
 from perfed.core.optim import adam, adam_start, sgd
+from perfed.engines.local import ClientData
 from perfed.methods.fedavg import FedAvg
 
 STEPS = 10
@@ -118,8 +120,8 @@ def test_update_of_a_part(settings, only, clients):
 def test_part_of_a_network_in_training(clients):
     """`descend` on the head: the body keeps its weights AND its statistics; on the body both move, the head stays."""
     world = World(norm_net, clients, momentum=0.9)
-    method = world.federation(FedAvg).method
-    data = ClientData(clients, 0, torch.tensor(1), batch_size=7, epochs=2, dtype=torch.float64)
+    method = replace(world.federation(FedAvg).method, batch_size=7, epochs=2)
+    data = ClientData(clients, 0, torch.tensor(1), method)
     for only, frozen in (("head", "body"), ("body", "head")):
         before = method.model.init(0)
         moved = method.descend(before, data, only=only) != before

@@ -74,13 +74,11 @@ def test_readme_method_is_a_method(tmp_path):
     """The method shown in the README passes for FedProx."""
     shown = next(text for kind, text in blocks(ROOT / "README.md") if "class FedProx" in text)
     (tmp_path / "shown.py").write_text('"""FedProx: as shown."""\n\n' + shown)
-    from perfed.contract import contract
+    from perfed.contract import checks, toy
     from perfed.training.catalog import find
 
-    mine, theirs = (
-        contract.reference(contract.maker(e)()) for e in (find(str(tmp_path / "shown.py")), methods()["fedprox"])
-    )
-    contract.compare(mine, theirs, "the README's FedProx", tolerance=0)
+    mine, theirs = (checks.reference(toy.maker(e)()) for e in (find(str(tmp_path / "shown.py")), methods()["fedprox"]))
+    checks.compare(mine, theirs, "the README's FedProx", tolerance=0)
 
 
 def verified():

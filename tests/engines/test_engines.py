@@ -10,18 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from perfed.contract import contract
+from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
-from perfed.core.data import CHUNK, ClientData, Plan
+from perfed.core.data import CHUNK, Plan
 from perfed.core.errors import Problem
-from perfed.core.messages import Up, reduce
+from perfed.core.messages import Up, Uploads
 from perfed.core.model import Model
 from perfed.core.random import derive, shuffle, uniform
 from perfed.engines import make_engine, pick_device, pick_engine
-from perfed.engines.base import Asked
-from perfed.engines.local import Sequential
+from perfed.engines.base import EvaluationRequest, Job
+from perfed.engines.local import ClientData, Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
+from perfed.federation import reduce
 from perfed.federation.federation import Federation, cohort_size
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.local import Local
@@ -29,7 +30,11 @@ from perfed.methods.pfedmb import PFedMB
 from perfed.training.catalog import methods
 from perfed.training.config import RunConfig
 
-ENGINES = [Sequential, Vectorised, functools.partial(Workers, workers=2)]
+ENGINES = {
+    "sequential": Sequential,
+    "vectorised": Vectorised,
+    "workers": functools.partial(Workers, workers=2),
+}
 
 
 def fedavg(**changed):
@@ -69,15 +74,15 @@ class Partial(FedAvg):
 
 
 @pytest.mark.parametrize("kind", [Closure, Lambda, Partial])
-@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_a_step_that_holds_a_tensor_is_refused(kind, engine, clients):
     method = kind(Model(plain_net, dtype=torch.float64))
     with pytest.raises(TypeError, match="`given`"):
-        Federation(engine(method, clients)).step()
+        Federation(ENGINES[engine](Job(method, clients))).step()
 
 
 def test_workers_report_a_failing_client(clients):
-    engine = Workers(Lambda(Model(plain_net, dtype=torch.float64)), clients, workers=2)
+    engine = Workers(Job(Lambda(Model(plain_net, dtype=torch.float64)), clients), workers=2)
     with pytest.raises(RuntimeError, match="`given`"):
         Federation(engine).step()
     assert not engine.workers  # nobody is left behind
@@ -87,17 +92,18 @@ def test_a_worker_that_dies_is_named(clients, monkeypatch):
     import os
 
     monkeypatch.setattr(FedAvg, "local", lambda *_: os._exit(1))
-    with pytest.raises(RuntimeError, match="client_2 died"):
-        Federation(Workers(fedavg(), clients, workers=1)).step([2])
+    with pytest.raises(RuntimeError, match="client 'client_2': its worker process died"):
+        Federation(Workers(Job(fedavg(), clients), workers=1)).step([2])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_client_below_one_batch_trains(engine, clients):
-    federation = Federation(engine(Local(Model(plain_net, dtype=torch.float64), batch_size=64), clients))
+    method = Local(Model(plain_net, dtype=torch.float64), batch_size=64)
+    federation = Federation(ENGINES[engine](Job(method, clients)))
     federation.step()
     federation.engine.close()
     start = federation.method.init_client()
-    assert all(not torch.equal(state, start) for state in federation.states.values())
+    assert all(not torch.equal(state, start) for state in federation.engine.states[0].values())
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -111,20 +117,20 @@ def test_vectorised_equals_sequential_for_any_sizes(sizes, batch_size, epochs, b
     clients = make_clients(tuple(sizes))
     make = lambda: FedAvg(Model(norm_net, dtype=torch.float64), batch_size=batch_size, epochs=epochs, momentum=0.9)
     everybody = [range(len(sizes))] * 2
-    expected = contract.play(Sequential(make(), clients), everybody)
-    contract.compare(contract.play(Vectorised(make(), clients, block=block), everybody), expected, "vectorised")
+    expected = checks.play(Sequential(Job(make(), clients)), everybody)
+    checks.compare(checks.play(Vectorised(Job(make(), clients), block=block), everybody), expected, "vectorised")
 
 
 def test_useful_share_is_counted():
     clients = make_clients((10, 10, 10))
-    engine = Vectorised(fedavg(batch_size=5), clients)
+    engine = Vectorised(Job(fedavg(batch_size=5), clients))
     Federation(engine).step()
     assert engine.useful == 1.0
-    ragged = Vectorised(fedavg(batch_size=5), make_clients((13, 4)))
+    ragged = Vectorised(Job(fedavg(batch_size=5), make_clients((13, 4))))
     Federation(ragged).step()
     # Per epoch: 13 samples in three batches, 4 in one; executed slots 2*5 + 5 + 5, twice.
     assert ragged.useful == pytest.approx(17 / 20)
-    padded = Vectorised(fedavg(batch_size=5), make_clients((13, 4)), sizes=(2,))
+    padded = Vectorised(Job(fedavg(batch_size=5), make_clients((13, 4))), sizes=(2,))
     Federation(padded).step()
     assert padded.useful < ragged.useful
 
@@ -143,9 +149,9 @@ def test_convolutions_and_images_on_all_engines():
     )
     make = lambda: FedAvg(Model(build, dtype=torch.float64), batch_size=4, epochs=2)
     everybody = [range(3)] * 2
-    expected = contract.play(Sequential(make(), clients), everybody)
-    for engine in ENGINES[1:]:
-        contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
+    expected = checks.play(Sequential(Job(make(), clients)), everybody)
+    for name in ("vectorised", "workers"):
+        checks.compare(checks.play(ENGINES[name](Job(make(), clients)), everybody), expected, name)
 
 
 @pytest.mark.parametrize("kind", [FedAvg, PFedMB])
@@ -153,9 +159,9 @@ def test_fine_tuning_is_the_same_on_all_engines(kind, clients):
     """Plain local training, and a method's own."""
     make = lambda: kind(Model(plain_net, dtype=torch.float64), batch_size=5, epochs=1, fine_tune=2)
     everybody = [range(len(clients))] * 2
-    expected = contract.play(Sequential(make(), clients), everybody)
-    for engine in [*ENGINES[1:], functools.partial(Vectorised, sizes=(2,))]:
-        contract.compare(contract.play(engine(make(), clients), everybody), expected, str(engine))
+    expected = checks.play(Sequential(Job(make(), clients)), everybody)
+    for engine in (ENGINES["vectorised"], ENGINES["workers"], functools.partial(Vectorised, sizes=(2,))):
+        checks.compare(checks.play(engine(Job(make(), clients)), everybody), expected, str(engine))
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
@@ -164,12 +170,20 @@ def test_mean_is_exact_over_chunks(engine):
     clients = make_clients(sizes)
     method = fedavg()
     theta = method.init_server(2)
-    scores = engine(method, clients).evaluate(1, Asked([0, 1], (), method.broadcast(theta, torch.arange(2))))
+    down = method.broadcast(theta, torch.arange(2))
+    (reply,) = engine(Job(method, clients)).evaluate([EvaluationRequest(0, 1, [0, 1], down)])
     for id in (0, 1):
         first, count = clients.test.start[id], clients.test.size[id]
         logits = method.model.apply(theta, clients.test.x[first : first + count])[0]
         right = (logits.argmax(1) == clients.test.y[first : first + count]).double().mean()
-        assert scores.values["test"]["personal"]["accuracy"][id].item() == pytest.approx(right.item(), abs=1e-12)
+        assert reply.scores["personal"]["test"]["accuracy"][id].item() == pytest.approx(right.item(), abs=1e-12)
+
+
+@dataclass(frozen=True)
+class OneByOne(FedAvg):
+    """FedAvg whose model nobody knows to be the same for all clients."""
+
+    evaluates = "personal"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -181,15 +195,16 @@ def test_a_shared_model_is_scored_as_if_client_by_client(engine, sizes):
     x = torch.randn(sum(sizes), *whole.train.x.shape[1:], generator=draw, dtype=torch.float64)
     test = Split(x, torch.randint(0, 3, (len(x),), generator=draw), sizes)
     clients = Clients(whole.names, whole.train, whole.val, test, 3)
-    federation = Federation(engine(FedAvg(Model(norm_net, dtype=torch.float64), batch_size=5), clients))
+    method = FedAvg(Model(norm_net, dtype=torch.float64), batch_size=5)
+    federation = Federation(ENGINES[engine](Job(method, clients)))
     federation.step()
-    found, models = federation.evaluate(), {}
-    assert contract.difference(federation.evaluate(models.__setitem__), found) == 0
+    scores, models = federation.evaluate().tables, {}
+    assert checks.difference(federation.evaluate(models.__setitem__).tables, scores) == 0
     federation.engine.close()
     assert all(torch.equal(models[id]["personal"], federation.server) for id in range(len(sizes)))
-    expected = Sequential(federation.method, clients).evaluate(1, federation.show([*range(len(sizes))])).values
-    assert contract.difference(found, expected) < 1e-12
-    assert found["test"]["personal"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
+    own = Federation(Sequential(Job(OneByOne(method.model, batch_size=5), clients)), server=federation.server)
+    assert checks.difference(scores, own.evaluate().tables) < 1e-12
+    assert scores["personal"]["test"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
 
 
 def test_what_is_not_one_model_is_scored_client_by_client(clients):
@@ -201,22 +216,24 @@ def test_what_is_not_one_model_is_scored_client_by_client(clients):
     model = Model(plain_net, dtype=torch.float64)
     assert FedAvg(model).one_for_all
     assert not any(method.one_for_all for method in (FedAvg(model, fine_tune=1), Local(model), Scored(model)))
-    assert Federation(Sequential(Scored(model), clients)).evaluate()["test"]["personal"]["loss"].tolist() == [7.0] * 5
+    assert (
+        Federation(Sequential(Job(Scored(model), clients))).evaluate()["personal"]["test"]["loss"].tolist() == [7.0] * 5
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_client_without_test_samples_has_no_score(engine):
     whole = make_clients((6, 6))
     empty = Clients(whole.names, whole.train, whole.val, Split(whole.test.x[:3], whole.test.y[:3], (3, 0)), 3)
-    federation = Federation(engine(fedavg(), empty))
-    accuracy = federation.evaluate()["test"]["personal"]["accuracy"]
+    federation = Federation(ENGINES[engine](Job(fedavg(), empty)))
+    accuracy = federation.evaluate()["personal"]["test"]["accuracy"]
     federation.engine.close()
     assert accuracy.isnan().tolist() == [False, True]
 
 
 def test_every_epoch_sees_every_sample_once():
     clients = make_clients((23,))
-    data = ClientData(clients, 0, derive(3), batch_size=5, epochs=3, dtype=torch.float64)
+    data = ClientData(clients, 0, derive(3), fedavg(epochs=3))
     seen = [tuple(row) for b in data._batches(Plan(5, 3, None), 0) for row in b.x.tolist()]
     assert len(seen) == 69
     for epoch in range(3):
@@ -226,7 +243,7 @@ def test_every_epoch_sees_every_sample_once():
 
 def test_streams_and_steps():
     clients = make_clients((23,))
-    data = ClientData(clients, 0, derive(3), batch_size=5, epochs=2, dtype=torch.float64)
+    data = ClientData(clients, 0, derive(3), fedavg())
     take = lambda plan, draw=0: torch.cat([b.x for b in data._batches(plan, draw)])
     assert torch.equal(take(Plan(5, 2, None)), take(Plan(5, 2, None)))  # same stream, same batches
     assert not torch.equal(take(Plan(5, 2, None)), take(Plan(5, 2, None, stream=1)))
@@ -251,18 +268,24 @@ class Draws(FedAvg):
 
 def test_several_draws_a_step(clients):
     make = lambda: Draws(Model(plain_net, dtype=torch.float64), batch_size=4)
-    expected = contract.play(Sequential(make(), clients, seed=5))
+    expected = checks.play(Sequential(Job(make(), clients, seed=5)))
     for engine in (Vectorised, functools.partial(Vectorised, block=2, sizes=(2,))):
-        contract.compare(contract.play(engine(make(), clients, seed=5)), expected, "draws")
+        checks.compare(checks.play(engine(Job(make(), clients, seed=5))), expected, "draws")
+
+
+def mean(rows, weight, group=None, groups=1, used=None):
+    """The cohort that a server is given."""
+    uploads = Uploads(torch.arange(len(weight)), rows, (), weight, group)
+    return reduce.mean(uploads, groups, Sequential(Job(fedavg(), make_clients((3,)))).weighted_sum, used)
 
 
 def test_means_are_weighted_and_grouped():
     rows = torch.arange(8.0).view(4, 2)
-    weight, ids = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.arange(4)
-    plain = reduce(ids, {"a": rows}, (), weight, None, 1)
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    plain = mean({"a": rows}, weight)
     torch.testing.assert_close(plain.mean["a"], (weight[:, None] * rows).sum(0) / 10)
     assert plain.weight == 10
-    grouped = reduce(ids, rows, (), weight, torch.tensor([0, 2, 0, 2]), 3)
+    grouped = mean(rows, weight, torch.tensor([0, 2, 0, 2]), 3)
     torch.testing.assert_close(grouped.mean[0], (rows[0] + 3 * rows[2]) / 4)
     assert not grouped.mean[1].any()  # an empty group changes nothing
     assert grouped.weight.tolist() == [4, 0, 6]
@@ -270,8 +293,7 @@ def test_means_are_weighted_and_grouped():
 
 def test_size_ratio_of_ten_thousand():
     rows = torch.tensor([[1e-3], [1.0]])
-    mean = reduce(torch.arange(2), rows, (), torch.tensor([10_000, 1]), None, 1).mean
-    assert mean.item() == pytest.approx((10_000 * 1e-3 + 1) / 10_001, rel=1e-6)
+    assert mean(rows, torch.tensor([10_000, 1])).mean.item() == pytest.approx((10_000 * 1e-3 + 1) / 10_001, rel=1e-6)
 
 
 def test_random_streams():
@@ -289,7 +311,7 @@ def test_random_streams():
 
 
 def test_cohorts_follow_seed_and_round_alone(clients):
-    pick = lambda method: [Federation(Sequential(method, clients, seed=4), round=r).sample() for r in range(20)]
+    pick = lambda method: [Federation(Sequential(Job(method, clients, seed=4)), round=r).sample() for r in range(20)]
     cohorts = pick(fedavg(cohort=2))
     assert cohorts == pick(Local(Model(plain_net, dtype=torch.float64), cohort=2))
     assert len({tuple(c) for c in cohorts}) > 5
@@ -315,19 +337,19 @@ def test_a_method_that_cannot_be_vectorised_runs_one_by_one(clients):
         vectorised = False
 
     method = Single(Model(plain_net))
-    assert make_engine("vectorised", method, clients, RunConfig()).name == "sequential"
-    assert make_engine("vectorised", fedavg(), clients, RunConfig()).name == "vectorised"
+    assert make_engine("vectorised", [Job(method, clients)], RunConfig()).name == "sequential"
+    assert make_engine("vectorised", [Job(fedavg(), clients)], RunConfig()).name == "vectorised"
 
 
 @pytest.mark.slow
 def test_several_methods_and_instances_compiled_in_one_process(clients):
     """A cache keyed by a function's name would give the second instance the first one's settings."""
     for name, changed in (("fedprox", {"mu": 0.1}), ("fedprox", {"mu": 1.0}), ("fedavg", {}), ("fedprox", {"lr": 0.3})):
-        make = contract.maker(methods()[name], "plain")
+        make = toy.maker(methods()[name], "plain")
         kind = lambda: make(epochs=1, **changed)  # noqa: B023
-        engine = Vectorised(kind(), clients, compile="aot_eager", sizes=(3,))
-        expected = contract.play(Sequential(kind(), clients), contract.COHORTS[:1])
-        contract.compare(contract.play(engine, contract.COHORTS[:1]), expected, f"{name} {changed}")
+        engine = Vectorised(Job(kind(), clients), compile="aot_eager", sizes=(3,))
+        expected = checks.play(Sequential(Job(kind(), clients)), toy.COHORTS[:1])
+        checks.compare(checks.play(engine, toy.COHORTS[:1]), expected, f"{name} {changed}")
 
 
 @dataclass(frozen=True)
@@ -350,12 +372,12 @@ class Converting(FedAvg):
         return client, Up(mean=w)
 
 
-@pytest.mark.parametrize("engine", ENGINES[:2])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_what_a_batched_engine_would_do_otherwise_is_refused_by_all(engine, clients):
     with pytest.raises(TypeError, match="by place, not by name"):
-        Federation(engine(Named(Model(plain_net, dtype=torch.float64)), clients)).step()
+        Federation(ENGINES[engine](Job(Named(Model(plain_net, dtype=torch.float64)), clients))).step()
     with pytest.raises(TypeError, match="another form"):
-        Federation(engine(Converting(Model(plain_net, dtype=torch.float64)), clients)).step()
+        Federation(ENGINES[engine](Job(Converting(Model(plain_net, dtype=torch.float64)), clients))).step()
 
 
 def test_a_client_without_training_samples_takes_no_step():
@@ -364,8 +386,8 @@ def test_a_client_without_training_samples_takes_no_step():
         torch.cat([whole.train.x[:7], whole.train.x[8:]]), torch.cat([whole.train.y[:7], whole.train.y[8:]]), (7, 0, 12)
     )
     clients = Clients(whole.names, train, whole.val, whole.test, 3)
-    outcomes = [contract.play(engine(fedavg(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
-    contract.compare(outcomes[1], outcomes[0], "vectorised")
+    outcomes = [checks.play(engine(Job(fedavg(), clients)), [range(3)]) for engine in (Sequential, Vectorised)]
+    checks.compare(outcomes[1], outcomes[0], "vectorised")
 
 
 def test_steps_beyond_an_epoch_for_small_and_large_clients():
@@ -378,31 +400,5 @@ def test_steps_beyond_an_epoch_for_small_and_large_clients():
 
     clients = make_clients((12, 300, 4))
     make = lambda: Steps(Model(plain_net, dtype=torch.float64), batch_size=4, lr=0.02)
-    outcomes = [contract.play(engine(make(), clients), [range(3)]) for engine in (Sequential, Vectorised)]
-    contract.compare(outcomes[1], outcomes[0], "vectorised")
-
-
-def test_a_wrong_weight_is_refused(clients):
-    @dataclass(frozen=True)
-    class Wrong(FedAvg):
-        def local(self, client, down, data):
-            return client, Up(mean=down.shared * 0, weight=float("nan"))
-
-    with pytest.raises(Problem, match="negative or not finite"):
-        Federation(Sequential(Wrong(Model(plain_net, dtype=torch.float64)), clients)).step()
-
-
-def test_uploads_pass_through_the_wire(clients):
-    """A transform sees one client's upload and a key of its own, on every engine."""
-    seen = []
-
-    def halve(up, key):
-        seen.append(key)
-        return Up(mean=up.mean / 2, own=up.own, weight=up.weight, group=up.group)
-
-    start = fedavg().init_server(5)
-    plain = contract.play(Sequential(fedavg(), clients), [range(5)]).server
-    halved = contract.play(Sequential(fedavg(), clients, wire=halve), [range(5)])
-    torch.testing.assert_close(halved.server - start, (plain - start) / 2)
-    assert len({int(key) for key in seen}) == 5
-    contract.compare(contract.play(Vectorised(fedavg(), clients, wire=halve), [range(5)]), halved, "vectorised")
+    outcomes = [checks.play(engine(Job(make(), clients)), [range(3)]) for engine in (Sequential, Vectorised)]
+    checks.compare(outcomes[1], outcomes[0], "vectorised")

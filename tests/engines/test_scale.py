@@ -1,26 +1,24 @@
 """Many clients: states that page to disk, cohorts, what is written, and errors found late."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import make_clients, plain_net
 
 import perfed
-from perfed.contract import contract
+from perfed.contract import checks
 from perfed.core.errors import Problem
-from perfed.core.messages import Up, reduce
 from perfed.core.model import Model
 from perfed.core.random import choose, derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
-from perfed.engines.base import Uploads
+from perfed.engines.base import Job
 from perfed.engines.client_states import States
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
-from perfed.methods.fedavg import FedAvg
 from perfed.methods.pgfed import PGFed
-from perfed.training import experiment, files
+from perfed.training import files, train
 from perfed.training.catalog import find
 from perfed.training.observers.checkpoint import Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
@@ -48,11 +46,11 @@ def test_states_are_what_was_put_wherever_they_lie(budget, tmp_path):
     for _ in range(60):
         ids = sorted(draw.sample(range(40), draw.randint(1, 12)))
         found = states.take(ids)
-        assert contract.difference(found, stack([expected.get(id, WHOLE) for id in ids])) == 0
+        assert checks.difference(found, stack([expected.get(id, WHOLE) for id in ids])) == 0
         new = drawn(len(ids))
         states.put(ids, new)
         expected |= {id: tree_map(torch.clone, rows(new, row)) for row, id in enumerate(ids)}
-    assert contract.difference(dict(states), dict(sorted(expected.items()))) == 0
+    assert checks.difference(dict(states), dict(sorted(expected.items()))) == 0
     assert len(states) == 40
     for shelf, limit in zip(states.shelves, budget, strict=False):
         assert limit is None or len(shelf.slot) <= limit // WIDTH
@@ -105,9 +103,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def federation(budget, folder):
     method = PGFed(Model(plain_net, dtype=torch.float64), lr=0.05, batch_size=5, epochs=1, cohort=3)
-    engine = Sequential(method, make_clients((9, 5, 12, 7, 4, 6)))
-    width = States(engine.method.init_client()).width
-    return Federation(engine, states=States(engine.method.init_client(), budget=(budget * width,), folder=folder))
+    clients = make_clients((9, 5, 12, 7, 4, 6))
+    width = States(replace(method, population=6).init_client()).width
+    return Federation(Sequential(Job(method, clients, folder=folder), memory=(budget * width,)))
 
 
 def test_training_and_resuming_are_the_same_when_states_page(tmp_path):
@@ -128,8 +126,11 @@ def test_training_and_resuming_are_the_same_when_states_page(tmp_path):
         for _ in range(3):
             fed.step()
     for fed in (paged, resumed):
-        assert contract.difference((fed.server, dict(fed.states)), (whole.server, dict(whole.states))) == 0
-        assert contract.difference(fed.evaluate(), whole.evaluate()) == 0
+        assert (
+            checks.difference((fed.server, dict(fed.engine.states[0])), (whole.server, dict(whole.engine.states[0])))
+            == 0
+        )
+        assert checks.difference(fed.evaluate().tables, whole.evaluate().tables) == 0
 
 
 def test_a_checkpoint_of_an_older_form_is_refused(tmp_path):
@@ -146,41 +147,6 @@ def test_a_cohort_is_the_beginning_of_a_shuffle():
         order = shuffle(derive(seed)[None], torch.tensor([50]), 50)[0].tolist()
         assert choose(derive(seed), 7, 50) == sorted(order[:7])
         assert choose(derive(seed), 50, 50) == list(range(50))
-
-
-@dataclass(frozen=True)
-class Fails(FedAvg):
-    """Clients with at most 7 samples go wrong, from their first round on."""
-
-    weight: float = 1.0
-    spoil: bool = True
-
-    def local(self, client, down, data):
-        bad = data.size <= 7
-        up = torch.where(bad & self.spoil, torch.nan, down.shared)
-        return client, Up(mean=up - down.shared, weight=torch.where(bad, self.weight, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({}, "diverged: client 'client_1' .* in round 2 of Fails"),
-        ({"spoil": False, "weight": -1.0}, "'client_1' in round 2"),
-    ],
-)
-def test_what_is_wrong_is_named_even_when_it_is_looked_at_later(settings, says, monkeypatch):
-    """As on a GPU, where rounds do not wait to look."""
-    fed = Federation(Sequential(Fails(Model(plain_net), **settings), make_clients((9, 5, 12, 7))))
-    with monkeypatch.context() as patch:
-        patch.setattr(Federation, "check", lambda self: None)
-        for cohort in ((0, 2), (0, 1, 3), (3,), (0, 2)):
-            fed.step(cohort)
-    with pytest.raises(Problem, match=says):
-        fed.evaluate()
-    early = Federation(Sequential(Fails(Model(plain_net), **settings), make_clients((9, 5, 12, 7))))
-    early.step((0, 2))
-    with pytest.raises(Problem, match=says):
-        early.step((0, 1, 3))
 
 
 LIAR = """
@@ -208,14 +174,14 @@ class Liar(Method):
 def test_a_method_that_only_says_it_has_one_model_fails_its_check(tmp_path):
     (tmp_path / "liar.py").write_text(LIAR)
     with pytest.raises(AssertionError, match="different models"):
-        contract.check_global(find(str(tmp_path / "liar.py")))
+        checks.check_global(find(str(tmp_path / "liar.py")))
 
 
 TINY = {"clients": 4, "rounds": 2, "epochs": 1, "hidden": 8, "engine": "sequential", "baseline": False}
 
 
 def test_many_clients_have_no_files_of_their_own(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(experiment, "MANY", 3)
+    monkeypatch.setattr(train, "MANY", 3)
     run = perfed.run("fedavg", "ditto", out=tmp_path / "few", quiet=False, **TINY)
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("--save-models all writes every one") == 2
@@ -248,24 +214,20 @@ def test_a_run_with_little_memory_for_states_is_the_same(tmp_path):
 def test_nothing_around_a_round_waits_for_a_gpu():
     """States on the device, the look at uploads, and the mean over a cohort; then paging gives the same rows."""
     method = PGFed(Model(plain_net, device="cuda"), cohort=3)
-    fed = Federation(Sequential(method, make_clients((9, 5, 12)).to("cuda")))
-    ids, theta = torch.arange(3, device="cuda"), method.model.init(0)
-    weight, group = torch.ones(3, device="cuda", dtype=torch.float64), torch.tensor([0, 1, 0], device="cuda")
-    up = Uploads(theta.expand(3, -1), (), weight, None)
-    fed.states.put([0, 1, 2], fed.states.take([0, 1, 2]))  # warm: the first use of a kernel may wait
-    fed._inspect(ids, theta.expand(3, -1), up)
+    fed = Federation(Sequential(Job(method, make_clients((9, 5, 12)).to("cuda"))))
+    for _ in range(2):  # the first use of a kernel may wait
+        fed.step()
+    fed.begin()
+    request = fed.request(0)
+    (reply,) = fed.engine.exchange([request])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        taken = fed.states.take([0, 1, 2])
-        fed.states.put([0, 1, 2], taken)
-        fed._inspect(ids, theta.expand(3, -1), up)
-        mean = reduce(ids, theta.expand(3, -1), (), weight, None, 1).mean
-        grouped = reduce(ids, theta.expand(3, -1), (), weight, group, 2).mean
+        fed.receive(request, reply)
+        fed.end()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    fed.check()
-    torch.testing.assert_close((mean, grouped[0]), (theta, theta))
+    assert fed.look() == []
     states, expected = States(torch.zeros(4, device="cuda"), "cuda", (2 * 16, 3 * 16)), torch.randn(9, 4, device="cuda")
     states.put(range(9), expected)
     assert [len(shelf.slot) for shelf in states.shelves] == [2, 3, 4]

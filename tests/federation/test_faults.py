@@ -6,27 +6,29 @@ import json
 
 import pytest
 import torch
+from reference import state_of
 
 import perfed
 from perfed import api
 from perfed.cli import main
-from perfed.contract import contract
+from perfed.contract import checks
+from perfed.contract.toy import maker, plain_net, toy_clients
 from perfed.core.errors import Problem
 from perfed.core.model import Model
-from perfed.engines.base import Asked
-from perfed.engines.local import Sequential
-from perfed.engines.vectorised import Together, Vectorised
+from perfed.engines.base import Job, Request
+from perfed.engines.local import ClientData, Sequential
+from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
 from perfed.federation.faults import Answers, Faults, in_words, refuse_pointless, tally
-from perfed.federation.federation import Federation, evaluate_together, step_together
+from perfed.federation.federation import Federation, evaluate, step
 from perfed.methods.fedavg import FedAvg
 from perfed.training.catalog import find, methods
 from perfed.training.observers.checkpoint import Checkpoints
 
 ENGINES = {
-    "workers": lambda m, c: Workers(m, c, seed=5, workers=2),
-    "vectorised": lambda m, c: Vectorised(m, c, seed=5),
-    "vectorised in blocks": lambda m, c: Vectorised(m, c, seed=5, block=2, sizes=(2, 3)),
+    "workers": lambda m, c: Workers(Job(m, c, seed=5), workers=2),
+    "vectorised": lambda m, c: Vectorised(Job(m, c, seed=5)),
+    "vectorised in blocks": lambda m, c: Vectorised(Job(m, c, seed=5), block=2, sizes=(2, 3)),
 }
 IDS = list(range(20))
 FAULTY = Faults(dropout=0.3, stragglers=0.7)
@@ -34,7 +36,7 @@ FAULTY = Faults(dropout=0.3, stragglers=0.7)
 
 def toy(**changed):
     base = {"lr": 0.05, "momentum": 0.5, "epochs": 3, "batch_size": 5}
-    return FedAvg(Model(contract.plain_net, dtype=torch.float64), **{**base, **changed})
+    return FedAvg(Model(plain_net, dtype=torch.float64), **{**base, **changed})
 
 
 # ---------------------------------------------------------------------- draws
@@ -102,8 +104,8 @@ def play(engine, faults=FAULTY, rounds=4):
         values = federation.evaluate(lambda id, found: models.update({id: found}))
     finally:
         engine.close()
-    states = {str(id): state for id, state in federation.states.items()}
-    return contract.Outcome(federation.server, states, models, values, dataclasses.asdict(federation.traffic))
+    states = {str(id): state for id, state in federation.engine.states[0].items()}
+    return checks.Outcome(federation.server, states, models, values.tables, dataclasses.asdict(federation.traffic))
 
 
 # Steps counted (scaffold), two phases of different lengths (fedrep), a number of steps (pfedme), several exchanges and
@@ -125,53 +127,53 @@ def test_every_engine_ends_alike_for_all(name, engine):
 
 
 def check_alike(name, engine, network, **settings):
-    make, clients = contract.maker(find(name), network), contract.toy_clients()
+    make, clients = maker(find(name), network), toy_clients()
     method = make(epochs=3, cohort=4, **settings)
     if engine.startswith("vectorised") and not method.vectorised:
         pytest.skip("not batched")
-    expected = play(Sequential(method, clients, seed=5))
-    contract.compare(play(ENGINES[engine](method, clients)), expected, engine)
-    whole = play(Sequential(method, clients, seed=5), Faults())
-    assert contract.difference(expected.models, whole.models) > 1e-6
+    expected = play(Sequential(Job(method, clients, seed=5)))
+    checks.compare(play(ENGINES[engine](method, clients)), expected, engine)
+    whole = play(Sequential(Job(method, clients, seed=5)), Faults())
+    assert checks.difference(expected.models, whole.models) > 1e-6
 
 
 def test_recorded_steps_end_alike():
     pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
-    clients, method = contract.toy_clients((8, 3, 7)), toy(epochs=2, cohort=3)
-    found = play(Vectorised(method, clients, seed=5, fast=True), rounds=2)
-    contract.compare(found, play(Sequential(method, clients, seed=5), rounds=2), "recorded")
+    clients, method = toy_clients((8, 3, 7)), toy(epochs=2, cohort=3)
+    found = play(Vectorised(Job(method, clients, seed=5), fast=True), rounds=2)
+    checks.compare(found, play(Sequential(Job(method, clients, seed=5)), rounds=2), "recorded")
 
 
 @pytest.mark.parametrize("engine", ["sequential", *ENGINES])
 def test_a_straggler_does_the_first_of_its_epochs(engine):
     """As a client whose method has fewer epochs; one that finishes all is like one of whom nothing is said."""
-    clients, ids = contract.toy_clients(), [0, 2, 3, 4]
-    make = {"sequential": lambda m, c: Sequential(m, c, seed=5)} | ENGINES
+    clients, ids = toy_clients(), [0, 2, 3, 4]
+    make = {"sequential": lambda m, c: Sequential(Job(m, c, seed=5))} | ENGINES
     train = lambda epochs, done: train_once(make[engine](toy(epochs=epochs), clients), ids, done)
     found, (all_of_it, plain) = train(3, [2, 1, 3, 2]), (train(3, [3, 3, 3, 3]), train(3, None))
     assert torch.equal(all_of_it, plain)
     for row, epochs in enumerate([2, 1, 3, 2]):
-        assert contract.difference(found[row], train(epochs, None)[row]) < 1e-12
+        assert checks.difference(found[row], train(epochs, None)[row]) < 1e-12
 
 
 def train_once(engine, ids, done):
     try:
         method = engine.method
         down = method.broadcast(method.init_server(5), torch.tensor(ids))
-        return engine.train(1, 0, Asked(ids, (), down, done))[1].mean
+        return engine.exchange([Request(0, 1, 0, ids, down, done)])[0].uploads.mean
     finally:
         engine.close()
 
 
 def test_what_is_shortened_in_proportion():
     """Phases of another length than `epochs`, and numbers of steps: the same part, rounded up."""
-    from perfed.core.data import ClientData, Plan
+    from perfed.core.data import Plan
 
     assert Plan(5, 4, None).shortened(1, 4) == Plan(5, 1, None)
     assert Plan(5, 10, None).shortened(1, 4) == Plan(5, 3, None)
     assert Plan(5, 4, 30, stream=2).shortened(3, 4) == Plan(5, 3, 23, stream=2)
     assert Plan(5, 4, 30).shortened(4, 4) == Plan(5, 4, 30)
-    data = ClientData(contract.toy_clients(), 0, torch.tensor(0), batch_size=5, epochs=4, dtype=torch.float64, done=3)
+    data = ClientData(toy_clients(), 0, torch.tensor(0), toy(epochs=4), done=3)
     assert data.steps() == 15  # 23 samples: 5 batches
     assert data.steps(epochs=2) == 10
     assert data.steps(steps=10) == 8
@@ -179,33 +181,33 @@ def test_what_is_shortened_in_proportion():
 
 def test_who_drops_out_leaves_no_trace_but_its_download():
     """The server ends as if it had chosen the others; who is lost keeps its state."""
-    clients, faults = contract.toy_clients(), Faults(dropout=0.4)
-    make = lambda: contract.maker(find("ditto"))(cohort=5)
-    faulty, chosen = (Federation(Sequential(make(), clients, seed=5), faults=f) for f in (faults, Faults()))
+    clients, faults = toy_clients(), Faults(dropout=0.4)
+    make = lambda: maker(find("ditto"))(cohort=5)
+    faulty, chosen = (Federation(Sequential(Job(make(), clients, seed=5)), faults=f) for f in (faults, Faults()))
     for _ in range(3):
-        before = {id: faulty.state(id) for id in range(5)}
+        before = {id: state_of(faulty, id) for id in range(5)}
         ids = faulty.step()
         assert len(ids) == 3
         assert faulty.answers.lost == [id for id in range(5) if id not in ids]
-        assert all(contract.difference(faulty.state(id), before[id]) == 0 for id in faulty.answers.lost)
+        assert all(checks.difference(state_of(faulty, id), before[id]) == 0 for id in faulty.answers.lost)
         assert chosen.step(ids) == ids
-    assert contract.difference(faulty.server, chosen.server) == 0
-    assert contract.difference(dict(faulty.states), dict(chosen.states)) == 0
+    assert checks.difference(faulty.server, chosen.server) == 0
+    assert checks.difference(dict(faulty.engine.states[0]), dict(chosen.engine.states[0])) == 0
     assert faulty.traffic.up == chosen.traffic.up
     assert faulty.traffic.down * 3 == chosen.traffic.down * 5
 
 
 @pytest.mark.parametrize("name", list(methods()))
 def test_a_round_without_answers_changes_nothing(name):
-    method = contract.maker(find(name))(cohort=3)
-    federation = Federation(Sequential(method, contract.toy_clients(), seed=5))
+    method = maker(find(name))(cohort=3)
+    federation = Federation(Sequential(Job(method, toy_clients(), seed=5)))
     federation.step()
-    server, states, sent = federation.server, dict(federation.states), dataclasses.asdict(federation.traffic)
+    server, states, sent = federation.server, dict(federation.engine.states[0]), dataclasses.asdict(federation.traffic)
     federation.faults = Faults(stragglers=1.0, discard=True)
     assert federation.step() == []
     assert len(federation.answers.lost) >= 1
     assert federation.round == 2
-    assert contract.difference((federation.server, dict(federation.states)), (server, states)) == 0
+    assert checks.difference((federation.server, dict(federation.engine.states[0])), (server, states)) == 0
     now = dataclasses.asdict(federation.traffic)
     assert now["extra"] == sent["extra"]
     assert (now["up_mean"], now["up_own"]) == (sent["up_mean"], sent["up_own"])
@@ -216,20 +218,20 @@ def test_a_round_without_answers_changes_nothing(name):
 
 def test_runs_in_one_batch_fail_each_in_its_own_way():
     """Also where of one run nobody answers."""
-    faults, clients = Faults(dropout=0.6, stragglers=0.5), contract.toy_clients()
-    make = lambda seed: contract.maker(find("ditto"))(epochs=3, cohort=2, seed=seed)
-    batched, alone = (
-        [Federation(Vectorised(make(s), clients, seed=s), faults=faults) for s in (0, 3)] for _ in range(2)
-    )
-    together, taken = Together([one.engine for one in batched]), []
+    faults, clients = Faults(dropout=0.6, stragglers=0.5), toy_clients()
+    make = lambda seed: maker(find("ditto"))(epochs=3, cohort=2, seed=seed)
+    jobs, taken = [Job(make(seed), clients, seed=seed) for seed in (0, 3)], []
+    engine, alone = Vectorised(*jobs), [Federation(Vectorised(job), faults=faults) for job in jobs]
+    batched = [Federation(engine, run, faults=faults) for run in range(2)]
     for _ in range(8):
-        taken.append(step_together(batched, together))
+        taken.append(step(batched))
         assert taken[-1] == [one.step() for one in alone]
     assert any([] in round and round != [[], []] for round in taken)
     assert any(all(round) for round in taken)
-    for one, other, values in zip(batched, alone, evaluate_together(batched, together), strict=True):
-        assert contract.difference((one.server, dict(one.states)), (other.server, dict(other.states))) < 1e-9
-        assert contract.difference(values, other.evaluate()) < 1e-9
+    for one, other, values in zip(batched, alone, evaluate(batched, [None, None]), strict=True):
+        ends = [(each.server, checks.states_of(each)) for each in (one, other)]
+        assert checks.difference(*ends) < 1e-9
+        assert checks.difference(values.tables, other.evaluate().tables) < 1e-9
         assert one.traffic == other.traffic
 
 

@@ -19,6 +19,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
     weights,
 )
 from torch import nn
@@ -82,8 +83,8 @@ def test_equals_the_reference(build, momentum, clients):
     w, own, alphas = reference(world, **FAST)
     close(fed.server, flat(w))
     for i, theta in enumerate(personal(fed)):
-        same(float(fed.state(i)["alpha"]), alphas[i])
-        close(fed.state(i)["v"], flat(own[i]))
+        same(float(state_of(fed, i)["alpha"]), alphas[i])
+        close(state_of(fed, i)["v"], flat(own[i]))
         close(theta, mixed(own[i], w, alphas[i]))
     assert min(abs(a - 0.4) for a in alphas[:4]) > 1e-3  # it adapts
 
@@ -91,7 +92,7 @@ def test_equals_the_reference(build, momentum, clients):
 def test_both_gradients_are_at_the_old_point(clients):
     world = World(plain_net, clients)
     wrong = flat(reference(world, order="new", **FAST)[1][3])
-    assert differs(world.run(APFL, **FAST).state(3)["v"][: len(wrong)], wrong)
+    assert differs(state_of(world.run(APFL, **FAST), 3)["v"][: len(wrong)], wrong)
 
 
 @pytest.mark.parametrize("build", [plain_net, norm_net])
@@ -113,22 +114,22 @@ def test_the_default_is_neither_local_nor_fedavg(clients):
     for other in (Local, FedAvg):
         apart = (found - personal(world.run(other))).abs().amax(dim=1)
         assert apart[:4].min() > 1e-3
-    moved = [float(fed.state(i)["alpha"]) for i in range(4)]
+    moved = [float(state_of(fed, i)["alpha"]) for i in range(4)]
     assert all(0 < a < 1 for a in moved)
     assert max(abs(a - 0.5) for a in moved) > 1e-4
 
 
 def test_alpha_lr_0_keeps_alpha(clients):
     fed = World(plain_net, clients).run(APFL, mix=0.3, alpha_lr=0)
-    assert all(float(fed.state(i)["alpha"]) == 0.3 for i in range(5))
+    assert all(float(state_of(fed, i)["alpha"]) == 0.3 for i in range(5))
 
 
 def test_alpha_moves_once_per_round_before_the_steps(clients):
     """v and w are equal in round 1, so nothing moves; later it takes ONE step, however many batches there are."""
     world = World(plain_net, clients)
     fed = world.run(APFL, ROUNDS[:1], **FAST)
-    assert all(float(fed.state(i)["alpha"]) == 0.4 for i in range(5))
-    states, server = dict(fed.states), fed.server
+    assert all(float(state_of(fed, i)["alpha"]) == 0.4 for i in range(5))
+    states, server = dict(fed.engine.states[0]), fed.server
     fed.step(ROUNDS[1])
     for i in ROUNDS[1]:
         v = states[i]["v"] if i in states else fed.method.model.init(5)
@@ -136,13 +137,13 @@ def test_alpha_moves_once_per_round_before_the_steps(clients):
         alpha = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
         risk, _ = fed.method.model.loss(alpha * v + (1 - alpha) * server, Batch(x, y, None, torch.tensor(0)))
         (g,) = torch.autograd.grad(risk, alpha)
-        same(float(fed.state(i)["alpha"]), 0.4 - 2.0 * float(g))
+        same(float(state_of(fed, i)["alpha"]), 0.4 - 2.0 * float(g))
         assert abs(float(g)) > 1e-5
 
 
 def test_alpha_stays_between_0_and_1(clients):
     fed = World(plain_net, clients).run(APFL, mix=0.5, alpha_lr=1e3)
-    found = {float(fed.state(i)["alpha"]) for i in range(4)}
+    found = {float(state_of(fed, i)["alpha"]) for i in range(4)}
     assert found & {0.0, 1.0}
     assert all(0 <= a <= 1 for a in found)
 
@@ -150,7 +151,7 @@ def test_alpha_stays_between_0_and_1(clients):
 def test_parameters_are_mixed_with_the_latest_global_model(clients):
     """A client that sat out keeps v and alpha, and yet predicts with another model once w has moved."""
     fed = World(plain_net, clients).run(APFL, **FAST)
-    before, kept = personal(fed), copy.deepcopy({i: fed.state(i) for i in range(5)})
+    before, kept = personal(fed), copy.deepcopy({i: state_of(fed, i) for i in range(5)})
     fed.step((0, 1, 2))
     check_kept(fed, kept, (3, NEVER))
     after = personal(fed)
@@ -164,8 +165,8 @@ def test_parameters_are_mixed_with_the_latest_global_model(clients):
 def test_v_is_not_overwritten_by_the_mixture(clients):
     fed = World(plain_net, clients).run(APFL, **FAST)
     for i in range(4):
-        assert differs(fed.state(i)["v"], personal(fed)[i])
-        assert differs(fed.state(i)["v"], fed.server)
+        assert differs(state_of(fed, i)["v"], personal(fed)[i])
+        assert differs(state_of(fed, i)["v"], fed.server)
 
 
 def test_refuses_a_mixture_outside_0_and_1(clients):

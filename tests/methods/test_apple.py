@@ -21,11 +21,14 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
     weights,
 )
 from torch import nn
 
-from perfed.contract.contract import play, toy_clients
+from perfed.contract.checks import play
+from perfed.contract.toy import toy_clients
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.methods.apple import APPLE
@@ -91,7 +94,7 @@ def check_against(fed, expected):
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(own[i]))
         close(fed.server["cores"][i], flat(cores[i]))
-        same(fed.state(i)["p"], ps.get(i, torch.zeros(N, dtype=torch.float64)))
+        same(state_of(fed, i)["p"], ps.get(i, torch.zeros(N, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("schedule", ["exponential", "cosine"])
@@ -103,7 +106,7 @@ def test_equals_the_reference(build, spread, schedule, clients):
     settings = {**STRONG, "schedule": schedule, "spread": spread}
     fed = world.run(APPLE, **settings)
     check_against(fed, reference(world, **settings))
-    assert differs(fed.state(3)["p"], torch.full((N,), 1 / N, dtype=torch.float64))
+    assert differs(state_of(fed, 3)["p"], torch.full((N,), 1 / N, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("build", [plain_net, norm_net])
@@ -127,23 +130,23 @@ def test_one_step_by_hand(clients):
     world.risk(net, 2).backward()
     g = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
     close(fed.server["cores"][2], cores[2] - 0.1 / N * g)
-    same(fed.state(2)["p"], torch.stack([1 / N - 0.01 * g @ c for c in cores]))
+    same(state_of(fed, 2)["p"], torch.stack([1 / N - 0.01 * g @ c for c in cores]))
 
 
 def test_core_models_are_uploaded_not_personal_ones(clients):
     fed = World(plain_net, clients).run(APPLE, **STRONG)
     for i in range(4):
-        assert differs(fed.server["cores"][i], fed.state(i)["w"])
+        assert differs(fed.server["cores"][i], state_of(fed, i)["w"])
 
 
 def test_p_lr_0_keeps_p_at_p0(clients):
     world = World(plain_net, clients)
     fed = world.run(APPLE, ROUNDS[:1], p_lr=0)
     for i in ROUNDS[0]:
-        same(fed.state(i)["p"], torch.full((N,), 1 / N, dtype=torch.float64))
+        same(state_of(fed, i)["p"], torch.full((N,), 1 / N, dtype=torch.float64))
     fed.step((2,))  # joins later, when three counts are known; the others count as their mean
     n = torch.tensor([23.0, 7, (23 + 7 + 3) / 3, 3, (23 + 7 + 3) / 3], dtype=torch.float64)
-    same(fed.state(2)["p"], n / n.sum())
+    same(state_of(fed, 2)["p"], n / n.sum())
 
 
 def test_alone_it_is_centralised_training(clients):
@@ -168,27 +171,29 @@ def test_penalty_has_no_half_and_fades(clients):
             moved = []
             for mu in (0.0, 0.7):
                 fed = world.run(APPLE, [(0,)] * rounds, schedule=schedule, mu=mu, horizon=3, p_lr=0.01)
-                fed.states[0] = fed.state(0) | {"p": off}
+                fed.engine.states[0][0] = state_of(fed, 0) | {"p": off}
                 p0 = fed.method.broadcast(fed.server, torch.tensor([0])).shared["p0"]
                 fed.step((0,))
-                moved.append(fed.state(0)["p"])
+                moved.append(state_of(fed, 0)["p"])
             expected = -0.01 * lam(rounds + 1, 3, schedule) * 0.7 * 2 * (off - p0)
             torch.testing.assert_close(moved[1] - moved[0], expected, rtol=1e-6, atol=1e-12)
 
 
 def test_penalty_holds_p(clients):
     world = World(plain_net, clients)
-    off = [float((world.run(APPLE, [(0,)], p_lr=0.02, mu=mu).state(0)["p"] - 0.2).norm()) for mu in (0.0, 1.0, 10.0)]
+    off = [
+        float((state_of(world.run(APPLE, [(0,)], p_lr=0.02, mu=mu), 0)["p"] - 0.2).norm()) for mu in (0.0, 1.0, 10.0)
+    ]
     assert off[0] > off[1] > off[2] > 0
 
 
 def test_negative_weights_leave_statistics_positive(clients):
     fed = World(norm_net, clients).run(APPLE, **STRONG)
     p = torch.tensor([-3.0, 1, 1, 1, 1], dtype=torch.float64)
-    fed.states[1] = fed.state(1) | {"p": p}
+    fed.engine.states[0][1] = state_of(fed, 1) | {"p": p}
     fed.step((1,))
     size = fed.method.model.size
-    variance = fed.state(1)["w"][size - 8 : size]
+    variance = state_of(fed, 1)["w"][size - 8 : size]
     assert (variance > 0).all()
     assert torch.equal(variance, fed.server["cores"][1][size - 8 : size])  # the client's own
 
@@ -199,9 +204,9 @@ def test_downloads_first_what_was_never_had(clients):
     assert fed.server["wants"][3].tolist() == [4, 0]
     fed.step((3,))
     assert set(fed.server["wants"][3].tolist()) == {1, 2}
-    assert fed.state(3)["had"].tolist() == [1, 0, 0, 0, 1]
+    assert state_of(fed, 3)["had"].tolist() == [1, 0, 0, 0, 1]
     fed.step((3,))
-    assert fed.state(3)["had"].tolist() == [1, 1, 1, 0, 1]
+    assert state_of(fed, 3)["had"].tolist() == [1, 1, 1, 0, 1]
 
 
 def test_then_by_the_size_of_p(clients):
@@ -211,14 +216,14 @@ def test_then_by_the_size_of_p(clients):
     p = torch.tensor([0.2, -5.0, 0.2, 0.2, 0.2], dtype=torch.float64)
     counts, start = torch.zeros(N), fed.server
     for round in range(100, 200):
-        fed.states[3] = fed.state(3) | {"p": p, "had": torch.ones_like(p)}
+        fed.engine.states[0][3] = state_of(fed, 3) | {"p": p, "had": torch.ones_like(p)}
         fed.server = start | {"round": torch.tensor(round)}
         fed.step((3,))
         counts[fed.server["wants"][3]] += 1
     assert counts[1] > 95  # base is 20 or more
     mild = torch.zeros(N)
     for round in range(200):
-        fed.states[3] = fed.state(3) | {"p": p / 5, "had": torch.ones_like(p)}
+        fed.engine.states[0][3] = state_of(fed, 3) | {"p": p / 5, "had": torch.ones_like(p)}
         fed.server = start | {"round": torch.tensor(round % 5)}
         fed.method.__dict__["seed"] = round
         fed.step((3,))
@@ -230,7 +235,7 @@ def test_then_by_the_size_of_p(clients):
 
 def test_limited_downloads_agree_between_engines(clients):
     method = World(plain_net, clients).federation(APPLE, downloads=2, **STRONG).method
-    one, block = (play(kind(method, toy_clients(), seed=5)) for kind in (Sequential, Vectorised))
+    one, block = (play(kind(Job(method, toy_clients(), seed=5))) for kind in (Sequential, Vectorised))
     same(block.server, one.server)
     same(block.states, one.states)
 
@@ -244,13 +249,13 @@ def test_p_never_leaves_the_client(clients):
 
 def test_non_participants_keep_their_state(clients):
     fed = World(plain_net, clients).run(APPLE, **STRONG)
-    before = {i: {name: t.clone() for name, t in fed.state(i).items()} for i in range(N)}
+    before = {i: {name: t.clone() for name, t in state_of(fed, i).items()} for i in range(N)}
     cores = fed.server["cores"].clone()
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     assert torch.equal(fed.server["cores"][3:], cores[3:])
     assert torch.equal(personal(fed)[3], before[3]["w"])  # with the copies it had
-    assert differs(fed.state(0)["w"], before[0]["w"])
+    assert differs(state_of(fed, 0)["w"], before[0]["w"])
     check_no_alias(fed)
 
 

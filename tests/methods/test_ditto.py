@@ -17,6 +17,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.model import Batch
@@ -47,7 +48,7 @@ def test_equals_the_reference(build, clients):
     w, own = reference(world, 0.8)
     close(fed.server, flat(w))
     for i, theta in enumerate(personal(fed)):
-        close(fed.state(i), flat(own[i]))
+        close(state_of(fed, i), flat(own[i]))
         close(theta, flat(own[i]))
 
 
@@ -90,24 +91,24 @@ def test_pull_has_a_gradient_and_spares_statistics(clients):
 def test_stronger_pull_is_closer_to_the_centre(clients):
     world = World(plain_net, clients)
     start = world.federation(Ditto).server
-    far = [float((world.run(Ditto, ROUNDS[:1], lam=lam).state(0) - start).norm()) for lam in (0, 1, 10)]
+    far = [float((state_of(world.run(Ditto, ROUNDS[:1], lam=lam), 0) - start).norm()) for lam in (0, 1, 10)]
     assert far[0] > far[1] > far[2] > 0
 
 
 def test_non_participants_keep_their_model(clients):
     fed = World(plain_net, clients).run(Ditto)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     server = fed.server.clone()
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     same(personal(fed)[3], before[3])  # evaluated as it is, though the global model moved on
     assert differs(fed.server, server)
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_personal_and_global_are_different_memory(clients):
     fed = World(plain_net, clients).run(Ditto, ROUNDS[:1], lam=0.5)
-    assert differs(fed.state(0), fed.server)
+    assert differs(state_of(fed, 0), fed.server)
     check_no_alias(fed)
 
 

@@ -17,6 +17,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.errors import Problem
@@ -57,7 +58,7 @@ def test_equals_the_reference(build, part, names, rate, clients):
     shared, own = reference(world, names, 3, rate)
     same(fed.server, flat(shared, rest_of(*names)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], part_of(*names)))
+        same(state_of(fed, i), flat(own[i], part_of(*names)))
         close(theta, flat(assemble(shared, own[i], part_of(*names))))
     sent = len(flat(world.net(), rest_of(*names)))
     assert per_client(fed) == (sent, sent)
@@ -80,15 +81,15 @@ def test_personal_rate_leaves_the_shared_part_alone(clients):
     world = World(plain_net, clients)
     a, b = (world.run(FedAlt, personal_epochs=0, personal_rate=rate) for rate in (1.0, 0.2))
     same(a.server, b.server)
-    assert differs(*(world.run(FedAlt, personal_epochs=1, personal_rate=rate).state(0) for rate in (1.0, 0.2)))
+    assert differs(*(state_of(world.run(FedAlt, personal_epochs=1, personal_rate=rate), 0) for rate in (1.0, 0.2)))
 
 
 def test_non_participants_keep_their_part(clients):
     fed = World(plain_net, clients).run(FedAlt)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_refuses_a_part_that_is_not_there(clients):

@@ -19,6 +19,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
     weights,
 )
 
@@ -82,7 +83,7 @@ def test_equals_the_reference(build, sigma, share, begin, clients):
     same(float(fed.server["sigma"]), width)
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i), flat(nets[i]))
+        close(state_of(fed, i), flat(nets[i]))
         close(fed.server["models"][i], flat(nets[i]))
 
 
@@ -171,18 +172,18 @@ def test_stronger_pull_stays_nearer_to_the_cloud(clients):
         fed = world.run(FedAMP, ROUNDS[:2], lam=lam, sigma=1.0)
         u = fed.method.broadcast(fed.server, torch.tensor([0])).own[0]
         fed.step(ROUNDS[2])
-        far.append(float((fed.state(0) - u).norm()))
+        far.append(float((state_of(fed, 0) - u).norm()))
     assert far[0] > far[1] > far[2] > 0
 
 
 def test_mixes_clients_that_sit_out_and_leaves_them_alone(clients):
     fed = World(plain_net, clients).run(FedAMP)
-    before = {i: fed.state(i).clone() for i in range(N)}
+    before = {i: state_of(fed, i).clone() for i in range(N)}
     table = fed.server["models"].clone()
     fed.step((0, 1))
     check_kept(fed, before, (2, 3, NEVER))
     assert torch.equal(fed.server["models"][2:], table[2:])
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
     without = fed.server | {"models": fed.server["models"].index_fill(0, torch.tensor([3]), 0.0)}
     ids = torch.tensor([0])
     assert differs(fed.method.broadcast(without, ids).own, fed.method.broadcast(fed.server, ids).own)

@@ -17,6 +17,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.clients import Split
@@ -42,7 +43,7 @@ def test_equals_the_reference(build, momentum, clients):
     close(fed.server, flat(w))
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(w))  # evaluated as the global model, by those who never took part too
-        assert fed.state(i) == ()
+        assert state_of(fed, i) == ()
 
 
 def test_statistics_move(clients):
@@ -98,7 +99,7 @@ def test_fine_tuning_sees_training_data_only(split, clients):
     spoiled = replace(clients, **{split: replace(table, x=-3 * table.x, y=(table.y + 1) % 3)})
     honest, other = (world.run(FedAvg, clients=c, fine_tune=2) for c in (clients, spoiled))
     torch.testing.assert_close(models(honest), models(other), rtol=0, atol=0)
-    loss = lambda fed: fed.evaluate()[split]["personal"]["loss"]
+    loss = lambda fed: fed.evaluate()["personal"][split]["loss"]
     assert not loss(honest).equal(loss(other))
 
 

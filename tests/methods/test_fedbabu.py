@@ -20,6 +20,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.random import PERSONALISE
@@ -90,7 +91,7 @@ def test_tuning_is_discarded(clients):
         watched.step(cohort)
         watched.evaluate()
     assert torch.equal(quiet.server, watched.server)
-    assert watched.state(0) == ()
+    assert state_of(watched, 0) == ()
 
 
 def test_tuning_uses_training_samples_alone(clients):

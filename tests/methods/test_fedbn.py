@@ -17,6 +17,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 from torch import nn
 
@@ -70,7 +71,7 @@ def test_equals_the_reference(build, part, kept, clients):
     shared, own = reference(world, kept)
     same(fed.server, flat(shared, lambda name: not kept(name)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], kept))
+        same(state_of(fed, i), flat(own[i], kept))
         close(theta, flat(assemble(shared, own[i], kept)))
 
 
@@ -79,8 +80,8 @@ def test_statistics_stay_with_the_client(clients):
     world = World(norm_net, clients)
     fed, size = world.run(FedBN), len(flat(world.net()))
     assert per_client(fed) == (size - 32, size - 32)
-    assert len(fed.state(0)) == 32
-    assert differs(fed.state(0)[16:], fed.state(1)[16:])  # each has its own
+    assert len(state_of(fed, 0)) == 32
+    assert differs(state_of(fed, 0)[16:], state_of(fed, 1)[16:])  # each has its own
 
 
 def test_is_fedper_with_the_norm_part(clients):
@@ -111,7 +112,7 @@ def test_refuses_other_parts(part, clients):
 def test_never_chosen_client_has_the_initial_statistics_and_the_latest_rest(clients):
     world = World(norm_net, clients)
     fed = world.run(FedBN)
-    same(fed.state(NEVER), flat(world.net(), part_of("1.")))
+    same(state_of(fed, NEVER), flat(world.net(), part_of("1.")))
     net = personal(fed)[NEVER]
     same(net[: 6 * 8 + 8], fed.server[: 6 * 8 + 8])
     tuned = personal(world.run(FedBN, fine_tune=1))[NEVER]
@@ -120,10 +121,10 @@ def test_never_chosen_client_has_the_initial_statistics_and_the_latest_rest(clie
 
 def test_non_participants_keep_their_layers(clients):
     fed = World(norm_net, clients).run(FedBN)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_personal_models_are_copies(clients):
@@ -134,7 +135,7 @@ def test_nothing_of_the_norm_layers_is_in_the_server(clients):
     """Spoiling one client's layers reaches the others only through what that client then trains."""
     world = World(norm_net, clients)
     fed, spoiled = world.run(FedBN), world.run(FedBN)
-    spoiled.states[0] = spoiled.states[0] + 1.0
+    spoiled.engine.states[0][0] = spoiled.engine.states[0][0] + 1.0
     fed.step((1, 2))
     spoiled.step((1, 2))
     same(spoiled.server, fed.server)

@@ -20,6 +20,7 @@ from reference import (
     plain_net,
     same,
     slope,
+    state_of,
     weights,
 )
 from torch import nn
@@ -62,7 +63,7 @@ def test_equals_the_reference(build, momentum, clients):
     close(fed.server["h"], h)  # and 0 at buffers
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(w))
-        close(fed.state(i), own[i])
+        close(state_of(fed, i), own[i])
 
 
 @pytest.mark.parametrize("a", [0.01, 0.5])
@@ -92,7 +93,7 @@ def test_small_a_with_h_switched_off_is_fedavg_with_uniform_weights(clients):
     w = world.net()
     for round, cohort in enumerate(ROUNDS, 1):
         fed.step(cohort)
-        fed.states.clear()
+        fed.engine.states[0].clear()
         with_h = fed.server["w"]
         off = with_h + fed.server["h"] / tiny
         fed.server = {**fed.server, "w": off, "h": torch.zeros_like(off)}
@@ -106,7 +107,7 @@ def test_the_server_holds_the_mean_of_all_h(clients):
     fed = World(norm_net, clients).federation(FedDyn, a=0.3)
     for cohort in ROUNDS:
         fed.step(cohort)
-        same(fed.server["h"], sum(fed.state(i) for i in range(5)) / 5)
+        same(fed.server["h"], sum(state_of(fed, i) for i in range(5)) / 5)
         assert fed.server["h"].norm() > 1e-2
 
 
@@ -136,7 +137,7 @@ def test_reaches_the_optimum_of_the_plain_mean(clients):
     assert each.mean(0).norm() < 5e-3 * start
     assert each.norm(dim=1).min() > 0.1  # nobody stands at an optimum of its own
     for i in range(5):  # h_i is the client's gradient there: they cancel out
-        torch.testing.assert_close(fed.state(i)[:21], each[i], rtol=0, atol=2e-2)
+        torch.testing.assert_close(state_of(fed, i)[:21], each[i], rtol=0, atol=2e-2)
 
 
 def test_quadratic_term_has_a_gradient(clients):
@@ -165,11 +166,11 @@ def test_evaluates_the_model_that_is_sent(clients):
 
 def test_non_participants_keep_h(clients):
     fed = World(plain_net, clients).run(FedDyn)
-    before = copy.deepcopy({i: fed.state(i) for i in range(5)})
+    before = copy.deepcopy({i: state_of(fed, i) for i in range(5)})
     assert not before[NEVER].any()
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
     check_no_alias(fed)
 
 

@@ -20,14 +20,16 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
     weights,
 )
 
-from perfed.contract import contract
-from perfed.contract.contract import disagreeing_clients
+from perfed.contract import checks
+from perfed.contract.toy import disagreeing_clients
 from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.methods import fedfomo
@@ -101,7 +103,7 @@ def test_equals_the_reference(build, base, clients):
     assert P.count_nonzero() > 8
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i)["base"], flat(bases[i]))
+        close(state_of(fed, i)["base"], flat(bases[i]))
         close(fed.server["models"][i], flat(nets[i]))
     assert differs(personal(fed), personal(world.run(Local, LONG)))
 
@@ -115,8 +117,8 @@ def test_after_a_warmup_equals_the_reference(build, base, clients):
     same(fed.server["preference"], P)
     assert P.count_nonzero() > 4
     for i in range(N):
-        close(fed.state(i)["w"], flat(nets[i]))
-        close(fed.state(i)["base"], flat(bases[i]))
+        close(state_of(fed, i)["w"], flat(nets[i]))
+        close(state_of(fed, i)["base"], flat(bases[i]))
 
 
 def test_the_first_rounds_are_fedavg(clients):
@@ -129,7 +131,7 @@ def test_the_first_rounds_are_fedavg(clients):
     assert per_client(fed) == (size, size + 1)  # a model each way, and the number of samples
     fed.step((0, 1, 2))
     assert torch.equal(fed.server["w"], last)
-    assert differs(fed.state(0)["w"], avg.server)
+    assert differs(state_of(fed, 0)["w"], avg.server)
 
 
 def test_epsilon_decays_from_the_end_of_the_warmup(clients):
@@ -161,7 +163,7 @@ def test_without_any_validation_samples_training_data_decide(clients):
     fed = world.federation(FedFomo, downloads=2)
     nets = reference(world, play(fed), split="train")[0]
     for i in range(N):
-        close(fed.state(i)["w"], flat(nets[i]))
+        close(state_of(fed, i)["w"], flat(nets[i]))
 
 
 @pytest.mark.parametrize("i", [0, 4])
@@ -176,7 +178,7 @@ def test_a_client_without_validation_samples_uses_its_training_data(i, clients):
     for data in (some, replace(clients, val=clients.train), clients):
         fed = world.federation(FedFomo, clients=data, downloads=4)
         fed.server, fed.round = base.server, len(LONG)
-        fed.states.update(base.states)
+        fed.engine.states[0].update(base.engine.states[0])
         fed.step((i, 2) if i > 2 else (i, 3))
         found.append(fed.server["preference"])
     same(found[0][i], found[1][i])
@@ -201,26 +203,26 @@ def test_own_trained_model_is_a_candidate_that_costs_nothing():
 def test_nothing_better_means_back_to_the_base(clients):
     fed = World(plain_net, clients, lr=1e-12, weight_decay=0).run(FedFomo, ROUNDS)
     good, bad = fed.method.model.init(5), 20 * fed.method.model.init(7)
-    fed.states[0] = {"base": good, "w": bad}
+    fed.engine.states[0][0] = {"base": good, "w": bad}
     fed.server = fed.server | {"models": bad.repeat(N, 1)}
     fed.step((0,))
-    torch.testing.assert_close(fed.state(0)["w"], good, rtol=0, atol=1e-9)
+    torch.testing.assert_close(state_of(fed, 0)["w"], good, rtol=0, atol=1e-9)
 
 
 def test_weights_are_clipped_and_sum_to_1(clients):
     """A model with a worse loss has no part in the mixture, however far it is."""
     clients = replace(clients, val=clients.train)
     fed = World(plain_net, clients, lr=1e-12, weight_decay=0).run(FedFomo, ROUNDS, downloads=4)
-    trained = World(plain_net, clients, lr=0.2).run(Local, [(0,)] * 20).state(0)
+    trained = state_of(World(plain_net, clients, lr=0.2).run(Local, [(0,)] * 20), 0)
     start = fed.method.model.init(5)
     models = 20 * fed.method.model.init(7).repeat(N, 1)
     models[2] = trained
-    fed.states[0] = {"base": start, "w": start.clone()}
+    fed.engine.states[0][0] = {"base": start, "w": start.clone()}
     fed.server = fed.server | {"models": models}
     before = fed.server["preference"][0].clone()
     fed.step((0,))
     # All weight is on client 2: nothing is left of the base.
-    torch.testing.assert_close(fed.state(0)["w"], trained, rtol=0, atol=1e-9)
+    torch.testing.assert_close(state_of(fed, 0)["w"], trained, rtol=0, atol=1e-9)
     change = fed.server["preference"][0] - before
     assert change[2] > 0
     assert (change[[1, 3, 4]] < 0).all()  # preferences are signed
@@ -329,10 +331,10 @@ def test_no_look_at_test_data(clients):
 
 def test_non_participants_keep_their_state(clients):
     fed = World(plain_net, clients).run(FedFomo)
-    before = {i: {name: t.clone() for name, t in fed.state(i).items()} for i in range(N)}
+    before = {i: {name: t.clone() for name, t in state_of(fed, i).items()} for i in range(N)}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0)["w"], before[0]["w"])
+    assert differs(state_of(fed, 0)["w"], before[0]["w"])
     check_no_alias(fed)
 
 
@@ -351,8 +353,8 @@ def test_engines_agree_without_validation_samples(sizes, clients):
     val = Split(clients.val.x[: sum(sizes)], clients.val.y[: sum(sizes)], sizes)
     few = replace(clients, val=val)
     method = World(plain_net, few).federation(FedFomo).method
-    one = contract.play(Sequential(method, few, seed=5))
+    one = checks.play(Sequential(Job(method, few, seed=5)))
     for block in (0, 2):
-        other = contract.play(Vectorised(method, few, seed=5, block=block))
+        other = checks.play(Vectorised(Job(method, few, seed=5), block=block))
         same(other.server, one.server)
         same(other.states, one.states)

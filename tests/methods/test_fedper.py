@@ -19,6 +19,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.errors import Problem
@@ -59,7 +60,7 @@ def test_equals_the_reference(build, part, names, clients):
     shared, own = reference(world, kept)
     same(fed.server, flat(shared, lambda name: not kept(name)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], kept))
+        same(state_of(fed, i), flat(own[i], kept))
         close(theta, flat(assemble(shared, own[i], kept)))  # the LATEST shared part, for everyone
 
 
@@ -90,7 +91,7 @@ def test_head_of_one_client_is_unknown_to_the_others(clients):
     """A client's head has no way into what the others receive but through the body it trained."""
     world = World(plain_net, clients)
     fed, spoiled = world.run(FedPer), world.run(FedPer)
-    spoiled.states[0] = spoiled.states[0] + 1.0
+    spoiled.engine.states[0][0] = spoiled.engine.states[0][0] + 1.0
     fed.step((1, 2))
     spoiled.step((1, 2))
     same(spoiled.server, fed.server)
@@ -108,10 +109,10 @@ def test_never_chosen_client_has_the_latest_body_and_the_initial_head(clients):
 
 def test_non_participants_keep_their_head(clients):
     fed = World(plain_net, clients).run(FedPer)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert not torch.equal(fed.state(0), before[0])
+    assert not torch.equal(state_of(fed, 0), before[0])
 
 
 def test_refuses_a_part_that_is_not_there(clients):

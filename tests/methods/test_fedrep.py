@@ -17,6 +17,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.core.random import PERSONALISE
@@ -54,7 +55,7 @@ def test_equals_the_reference(build, head, momentum, clients):
     shared, own = reference(world, head, 3)
     same(fed.server, flat(shared, rest_of(head)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], part_of(head)))
+        same(state_of(fed, i), flat(own[i], part_of(head)))
         close(theta, flat(assemble(shared, own[i], part_of(head))))  # the LATEST body, for everyone
 
 
@@ -68,8 +69,8 @@ def test_last_epochs_train_the_head_for_an_evaluation_alone(build, head, clients
             batches = world.batches(i, len(ROUNDS), epochs=3, purpose=(PERSONALISE,), stream=HEAD)
             net = assemble(shared, own[i], part_of(head))
             close(theta, flat(train_part(world, net, batches, part_of(head))))
-            same(fed.state(i), flat(own[i], part_of(head)))
-            assert differs(theta, fed.method.join(fed.state(i), fed.server))
+            same(state_of(fed, i), flat(own[i], part_of(head)))
+            assert differs(theta, fed.method.join(state_of(fed, i), fed.server))
 
 
 def test_the_head_comes_first(clients):
@@ -117,11 +118,11 @@ def test_only_the_body_travels(build, head, clients):
 
 def test_non_participants_keep_their_head(clients):
     fed = World(plain_net, clients).run(FedRep)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     same(before[NEVER], fed.method.init_client())
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_personal_models_are_copies(clients):

@@ -22,12 +22,13 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 from torch import nn
 
-from perfed.core.data import ClientData
 from perfed.core.errors import Problem
 from perfed.core.model import Model
+from perfed.engines.local import ClientData
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.fedrod import FedRoD
 
@@ -96,7 +97,7 @@ def test_equals_the_reference(build, momentum, gamma, clients):
     found = models(fed)
     close(fed.server, flat(w))
     for i in range(len(clients)):
-        same(fed.state(i), flat(own[i]))
+        same(state_of(fed, i), flat(own[i]))
         close(found["global"][i], flat(w))
         close(found["personal"][i], flat(summed(w, own[i])))
 
@@ -123,11 +124,11 @@ def test_the_personal_loss_moves_the_private_head_alone(clients):
     """Whatever the private heads are, the generic model stays the same."""
     world = World(norm_net, clients)
     fed, spoiled = world.run(FedRoD), world.run(FedRoD)
-    spoiled.states[0] = spoiled.states[0] + 1.0
+    spoiled.engine.states[0][0] = spoiled.engine.states[0][0] + 1.0
     fed.step((0, 1, 2))
     spoiled.step((0, 1, 2))
     same(spoiled.server, fed.server)
-    assert differs(spoiled.state(0), fed.state(0))
+    assert differs(state_of(spoiled, 0), state_of(fed, 0))
 
 
 def test_classes_equally_often_are_fedavg(clients):
@@ -147,14 +148,14 @@ def test_absent_classes_stay_finite_and_are_not_pushed_down(clients):
     assert fed.server.isfinite().all()
     assert float((fed.server - start).abs().max()) < 1e-9
     assert differs(world.run(FedAvg).server, start)
-    assert differs(fed.state(0), torch.zeros_like(fed.state(0)))  # the private head does learn its class
+    assert differs(state_of(fed, 0), torch.zeros_like(state_of(fed, 0)))  # the private head does learn its class
 
 
 def test_frequencies_count_all_training_samples(clients):
     """Of every client, the last partial batch included."""
-    method = FedRoD(Model(plain_net, dtype=torch.float64))
+    method = FedRoD(Model(plain_net, dtype=torch.float64), batch_size=5)
     for i, size in enumerate(clients.train.size):
-        data = ClientData(clients, i, torch.tensor(1), batch_size=5, epochs=1, dtype=torch.float64)
+        data = ClientData(clients, i, torch.tensor(1), method)
         y = World(plain_net, clients).samples(i)[1]
         same(data.mean(method.frequencies), torch.bincount(y, minlength=3).double() / size)
 
@@ -195,10 +196,10 @@ def test_one_model_each_way(build, clients):
 
 def test_non_participants_keep_their_head(clients):
     fed = World(plain_net, clients).run(FedRoD)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_personal_models_are_copies(clients):

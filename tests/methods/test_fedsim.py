@@ -20,6 +20,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 from torch import nn
 
@@ -69,7 +70,7 @@ def test_equals_the_reference(build, part, names, rate, clients):
     shared, own = reference(world, names, rate)
     same(fed.server, flat(shared, rest_of(*names)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], part_of(*names)))
+        same(state_of(fed, i), flat(own[i], part_of(*names)))
         close(theta, flat(assemble(shared, own[i], part_of(*names))))
     sent = len(flat(world.net(), rest_of(*names)))
     assert per_client(fed) == (sent, sent)
@@ -93,7 +94,9 @@ def test_nothing_personal_is_fedavg_at_any_rate(clients):
 def test_rate_spares_statistics(clients):
     """Statistics are measured, not learned: a slow personal part has those of its batches all the same."""
     world = World(norm_net, clients, lr=1e-12, weight_decay=0)  # parameters as good as fixed
-    slow, fast = (world.run(FedSim, ROUNDS[:1], personal="norm", personal_rate=rate).state(0) for rate in (0.01, 5.0))
+    slow, fast = (
+        state_of(world.run(FedSim, ROUNDS[:1], personal="norm", personal_rate=rate), 0) for rate in (0.01, 5.0)
+    )
     same(slow, fast)
     assert differs(slow, world.federation(FedSim, personal="norm").method.init_client())
 
@@ -104,16 +107,16 @@ def test_rate_holds_for_adam_too(clients):
     fed = world.run(FedSim, [(0,)], optimizer="adam", personal_rate=0.2)
     start = world.federation(FedSim)
     body = (fed.server - start.server).abs().max()
-    head = (fed.state(0) - start.method.init_client()).abs().max()
+    head = (state_of(fed, 0) - start.method.init_client()).abs().max()
     torch.testing.assert_close(torch.stack([body, head]), torch.tensor([0.05, 0.01]).double(), rtol=1e-3, atol=0)
 
 
 def test_non_participants_keep_their_part(clients):
     fed = World(plain_net, clients).run(FedSim)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_refuses_a_part_that_is_not_there(clients):

@@ -18,6 +18,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
     weights,
 )
 
@@ -63,7 +64,7 @@ def test_equals_the_reference(build, sigma, share, begin, clients):
     nets = reference(world, 0.8, sigma, 1 - share, begin)
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i), flat(nets[i]))
+        close(state_of(fed, i), flat(nets[i]))
         close(fed.server["models"][i], flat(nets[i]))
 
 
@@ -110,10 +111,10 @@ def test_a_single_client_is_its_own_cloud(clients):
 
 def test_non_participants_keep_their_model(clients):
     fed = World(plain_net, clients).run(HeurFedAMP)
-    before = {i: fed.state(i).clone() for i in range(N)}
+    before = {i: state_of(fed, i).clone() for i in range(N)}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
     check_no_alias(fed)
 
 

@@ -4,7 +4,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from reference import SEED, World, average, check_no_alias, close, flat, norm_net, per_client, personal, plain_net, same
+from reference import (
+    SEED,
+    World,
+    average,
+    check_no_alias,
+    close,
+    flat,
+    norm_net,
+    per_client,
+    personal,
+    plain_net,
+    same,
+    state_of,
+)
 
 from perfed.core.clients import Split
 from perfed.methods.fedavg import FedAvg
@@ -41,7 +54,7 @@ def test_equals_the_reference(build, K, clients):
         close(found, flat(net))
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(models[choose(world, models, i)]))
-        assert fed.state(i) == ()
+        assert state_of(fed, i) == ()
     last = history[-1]
     samples = [float(sum(world.count(i) for i in last if last[i] == k)) for k in range(K)]
     assert fed.method.notes(fed.server) == {"cluster_samples": samples}
@@ -101,7 +114,7 @@ def test_chooses_on_training_data(split, clients):
     honest, spoiled = world.run(IFCA, ROUNDS), world.run(IFCA, ROUNDS, clients=bad)
     torch.testing.assert_close(spoiled.server, honest.server, rtol=0, atol=0)
     assert torch.equal(personal(spoiled), personal(honest))
-    loss = lambda fed: fed.evaluate()[split]["personal"]["loss"]
+    loss = lambda fed: fed.evaluate()["personal"][split]["loss"]
     assert (loss(spoiled) - loss(honest)).abs().max() > 1e-3
 
 

@@ -20,6 +20,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 
 from perfed.methods.fedavg import FedAvg
@@ -51,7 +52,7 @@ def test_equals_the_reference(build, part, names, warmup, clients):
     shared, own = reference(world, names, warmup)
     same(fed.server["w"][fed.method.model.part("!" + part).mask], flat(shared, rest_of(*names)))
     for i, theta in enumerate(personal(fed)):
-        same(fed.state(i), flat(own[i], part_of(*names)))
+        same(state_of(fed, i), flat(own[i], part_of(*names)))
         close(theta, flat(assemble(shared, own[i], part_of(*names))))
 
 
@@ -120,7 +121,7 @@ def test_no_look_at_test_data(clients):
 
 def test_non_participants_keep_their_layers_and_get_the_new_head(clients):
     fed = World(plain_net, clients).run(LGFedAvg, warmup=1)
-    before, body = {i: fed.state(i).clone() for i in range(len(clients))}, 6 * 8 + 8
+    before, body = {i: state_of(fed, i).clone() for i in range(len(clients))}, 6 * 8 + 8
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     found = personal(fed)
@@ -128,7 +129,7 @@ def test_non_participants_keep_their_layers_and_get_the_new_head(clients):
         same(found[i][:body], before[i])
         same(found[i][body:], fed.server["w"][body:])
     same(before[NEVER], fed.method.init_client())
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
 
 
 def test_personal_models_are_copies(clients):

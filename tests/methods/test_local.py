@@ -13,6 +13,7 @@ from reference import (
     per_client,
     personal,
     plain_net,
+    state_of,
 )
 
 from perfed.methods.local import Local
@@ -28,31 +29,31 @@ def test_equals_centralised_sgd_of_each_client(build, clients):
 
     fed = world.run(Local)
     assert fed.server == ()
-    assert set(fed.states) == {0, 1, 2, 3}
+    assert set(fed.engine.states[0]) == {0, 1, 2, 3}
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i), flat(nets[i]))
+        close(state_of(fed, i), flat(nets[i]))
 
 
 def test_one_optimiser_over_all_rounds_is_the_same_without_momentum(clients):
     """Rounds leave no trace: three rounds are one run of plain SGD over the batches of all three."""
     world = World(plain_net, clients)
     alone = world.train(world.net(), [b for round in (1, 2, 3) for b in world.batches(2, round)])
-    close(world.run(Local, [(2,)] * 3).state(2), flat(alone))
+    close(state_of(world.run(Local, [(2,)] * 3), 2), flat(alone))
 
 
 def test_others_do_not_matter(clients):
     world = World(plain_net, clients)
     beside, alone = world.run(Local), world.run(Local, [(3,)] * 3)
-    close(beside.state(3), alone.state(3))
+    close(state_of(beside, 3), state_of(alone, 3))
 
 
 def test_only_participants_train(clients):
     fed = World(plain_net, clients).run(Local)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert not fed.state(0).equal(before[0])
+    assert not state_of(fed, 0).equal(before[0])
 
 
 def test_personal_models_are_copies(clients):

@@ -19,6 +19,7 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 from torch import nn
 
@@ -74,8 +75,8 @@ def test_equals_the_reference(build, momentum, clients):
     close(fed.server, flat(w))
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(w))
-        assert fed.state(i)["seen"] == (i != NEVER)
-        close(fed.state(i)["previous"], flat(previous.get(i, world.net())))
+        assert state_of(fed, i)["seen"] == (i != NEVER)
+        close(state_of(fed, i)["previous"], flat(previous.get(i, world.net())))
     assert differs(fed.server, world.run(FedAvg).server)
 
 
@@ -93,10 +94,10 @@ def test_no_contrast_before_a_client_has_a_model(clients):
     net = world.net()
     nn.utils.vector_to_parameters(fed.server[: fed.method.model.P].clone(), net.parameters())
     fed.step(ROUNDS[1])
-    close(fed.state(2)["previous"], flat(world.train(net, world.batches(2, 2))))
+    close(state_of(fed, 2)["previous"], flat(world.train(net, world.batches(2, 2))))
     late = reference(world, **STRONG, rounds=ROUNDS[:2], pool={2: world.net()})[1]
-    assert differs(fed.state(2)["previous"][: fed.method.model.P], flat(late[2]))
-    assert differs(fed.state(1)["previous"][: fed.method.model.P], flat(world.train(net, world.batches(1, 2))))
+    assert differs(state_of(fed, 2)["previous"][: fed.method.model.P], flat(late[2]))
+    assert differs(state_of(fed, 1)["previous"][: fed.method.model.P], flat(world.train(net, world.batches(1, 2))))
 
 
 def test_pushes_away_from_the_previous_and_towards_the_global_model(clients):
@@ -159,10 +160,10 @@ def test_refusals(clients):
 
 def test_non_participants_keep_the_previous_model(clients):
     fed = World(plain_net, clients).run(MOON)
-    before = copy.deepcopy({i: fed.state(i) for i in range(5)})
+    before = copy.deepcopy({i: state_of(fed, i) for i in range(5)})
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
-    assert differs(fed.state(0)["previous"], before[0]["previous"])
+    assert differs(state_of(fed, 0)["previous"], before[0]["previous"])
     check_no_alias(fed)
 
 

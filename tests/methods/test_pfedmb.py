@@ -19,16 +19,18 @@ from reference import (
     personal,
     plain_net,
     same,
+    state_of,
 )
 from torch import nn
 from torch.func import functional_call
 
-from perfed.contract.contract import disagreeing_clients
+from perfed.contract.toy import disagreeing_clients
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import FINE_TUNING
 from perfed.core.model import Batch, Model
 from perfed.core.random import PERSONALISE
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
@@ -147,7 +149,7 @@ def check_against(fed, expected):
     method = fed.method
     for i, theta in enumerate(personal(fed)):
         alpha = expected.alpha(expected.states[i])
-        same(convex(fed.state(i), method.simplex), alpha)
+        same(convex(state_of(fed, i), method.simplex), alpha)
         close(theta, expected.vector(expected.mixed(expected.W, alpha)))
 
 
@@ -165,7 +167,7 @@ def compare(world, method, reference, rounds=ROUNDS):
         expected.round(cohort, number)
     check_against(fed, expected)
     start = convex(fed.method.init_client(), fed.method.simplex)
-    assert differs(convex(fed.state(3), fed.method.simplex), start)
+    assert differs(convex(state_of(fed, 3), fed.method.simplex), start)
     return fed
 
 
@@ -213,7 +215,7 @@ def test_one_hot_groups_are_fedavg_in_each_group(clients):
     groups = {0: (0, 3), 1: (1, 2)}
     fed = world.federation(PFedMB, branches=2, simplex="projection", alpha_lr=0, shared_alpha=True)
     for b, members in groups.items():
-        fed.states.update((i, torch.eye(2, dtype=torch.float64)[:, [b]]) for i in members)
+        fed.engine.states[0].update((i, torch.eye(2, dtype=torch.float64)[:, [b]]) for i in members)
     for _ in range(2):
         fed.step((0, 1, 2, 3))
     for b, members in groups.items():
@@ -239,7 +241,7 @@ def test_unused_branch_stays(clients):
     fed = World(norm_net, clients).federation(PFedMB, branches=2, simplex="projection", alpha_lr=0)
     L = fed.method.layers.L
     one_hot = torch.tensor([[1.0], [0.0]], dtype=torch.float64).expand(2, L).clone()
-    fed.states.update((i, one_hot) for i in range(5))
+    fed.engine.states[0].update((i, one_hot) for i in range(5))
     before = fed.server.clone()
     fed.step((0, 2, 3))
     inside = fed.method.layers.mask
@@ -335,7 +337,7 @@ def test_branches_start_apart_and_equal_ones_never_separate(clients):
     for cohort in ROUNDS:
         fed.step(cohort)
     same(fed.server[1], fed.server[0])
-    same(convex(fed.state(3), "softmax"), torch.full((3, 2), 1 / 3, dtype=torch.float64))
+    same(convex(state_of(fed, 3), "softmax"), torch.full((3, 2), 1 / 3, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("B", [1, 2, 3])
@@ -399,7 +401,7 @@ def test_one_branch_is_fine_tuned_like_fedavg(clients):
 
 def test_clients_that_sit_out_keep_alpha_and_get_the_latest_branches(clients):
     fed = World(plain_net, clients).run(PFedMB)
-    before, models = {i: fed.state(i).clone() for i in range(5)}, personal(fed)
+    before, models = {i: state_of(fed, i).clone() for i in range(5)}, personal(fed)
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     assert differs(personal(fed)[3], models[3])  # assembled, not own
@@ -413,10 +415,10 @@ def test_separates_clients_that_disagree():
     """Groups of clients whose labels contradict each other end with alike mixtures inside a group, unlike across."""
     clients = disagreeing_clients()
     model = Model(plain_net, dtype=torch.float64)
-    fed = Federation(Sequential(PFedMB(model, lr=0.1, epochs=3, branches=2, shared_alpha=True), clients))
+    fed = Federation(Sequential(Job(PFedMB(model, lr=0.1, epochs=3, branches=2, shared_alpha=True), clients)))
     for _ in range(5):
         fed.step()
-    alpha = [convex(fed.state(i), "softmax")[0, 0] for i in range(6)]
+    alpha = [convex(state_of(fed, i), "softmax")[0, 0] for i in range(6)]
     ours, theirs = torch.stack(alpha[0::2]), torch.stack(alpha[1::2])
     assert (ours.mean() - theirs.mean()).abs() > 0.5
     assert ours.std() < 0.1
@@ -445,7 +447,7 @@ def test_upload_of_a_realistic_network_is_one_model():
     split = Split(torch.rand(4, 3, 32, 32, generator=draw), torch.randint(0, 10, (4,), generator=draw), (2, 2))
     model = Model(lambda: LeNet(3, 32, 32, 10))
     method = PFedMB(model, branches=5, epochs=1, lr=0.01)
-    fed = Federation(Sequential(method, Clients(("a", "b"), split, split, split, 10)))
+    fed = Federation(Sequential(Job(method, Clients(("a", "b"), split, split, split, 10))))
     fed.step()
     assert model.P > 60_000
     assert fed.traffic.up / (2 * 4 * model.P) <= 1.01

@@ -21,6 +21,7 @@ from reference import (
     plain_net,
     same,
     slope,
+    state_of,
     weights,
 )
 from torch import nn
@@ -85,7 +86,7 @@ def test_equals_the_reference(build, beta, steps, clients):
     found = models(fed)
     assert sorted(found) == ["global", "personal"]
     for i in range(5):
-        close(fed.state(i), flat(own[i]))
+        close(state_of(fed, i), flat(own[i]))
         close(found["personal"][i], flat(own[i]))
         close(found["global"][i], flat(w))
 
@@ -100,20 +101,20 @@ def test_personal_model_is_theta_not_w_i(build, clients):
     close(personal(fed)[0], flat(theta))
     assert differs(personal(fed)[0], fed.server)
     P = fed.method.model.P
-    same(fed.server[P:], fed.state(0)[P:])  # statistics: theta's
+    same(fed.server[P:], state_of(fed, 0)[P:])  # statistics: theta's
 
 
 def test_theta_starts_at_the_received_model_and_is_carried_from_batch_to_batch(clients):
     world = World(plain_net, clients)
     fed = world.run(PFedMe, ROUNDS[:1], **SET)
     other = world.run(PFedMe, ROUNDS[:1], **SET)
-    other.states.update((i, torch.full_like(state, 7.0)) for i, state in list(other.states.items()))
+    other.engine.states[0].update((i, torch.full_like(state, 7.0)) for i, state in list(other.engine.states[0].items()))
     fed.step(ROUNDS[1])
     other.step(ROUNDS[1])
     for i in ROUNDS[1]:
-        assert torch.equal(fed.state(i), other.state(i))
+        assert torch.equal(state_of(fed, i), state_of(other, i))
     cold = train(world, world.net(), world.batches(0, 1), 4.0, 0.08, 3, fresh=True)[1]
-    assert differs(world.run(PFedMe, ROUNDS[:1], **SET).state(0)[: len(flat(cold))], flat(cold))
+    assert differs(state_of(world.run(PFedMe, ROUNDS[:1], **SET), 0)[: len(flat(cold))], flat(cold))
 
 
 def test_one_batch_solved_well_is_the_proximal_point(clients):
@@ -121,7 +122,7 @@ def test_one_batch_solved_well_is_the_proximal_point(clients):
     world = World(smooth_net, clients, weight_decay=0, batch_size=50, epochs=1)
     fed = world.run(PFedMe, [(0,)], lam=4.0, inner_lr=0.15, inner_steps=200)
     net, start = world.net(), weights(world.net())
-    nn.utils.vector_to_parameters(fed.state(0)[: len(start)].clone(), net.parameters())
+    nn.utils.vector_to_parameters(state_of(fed, 0)[: len(start)].clone(), net.parameters())
     world.risk(net, 0).backward()
     torch.testing.assert_close(4.0 * (start - weights(net)), slope(net), rtol=1e-6, atol=1e-9)
     same(fed.server[: len(start)] - start, -world.settings["lr"] * slope(net))  # w_i: one step along that gradient
@@ -130,7 +131,7 @@ def test_one_batch_solved_well_is_the_proximal_point(clients):
 def test_eta_lambda_near_1_makes_w_i_theta(clients):
     world = World(plain_net, clients, lr=(1 - 1e-8) / 4)
     fed = world.run(PFedMe, [(0,)], **SET)
-    torch.testing.assert_close(fed.server, fed.state(0), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(fed.server, state_of(fed, 0), rtol=1e-6, atol=1e-7)
     assert differs(fed.server, fed.method.model.init(5))
 
 
@@ -139,7 +140,7 @@ def test_stronger_tie_is_closer(clients):
     far = []
     for lam in (0.5, 3, 9):
         fed = world.run(PFedMe, [(0,)], **(SET | {"lam": lam, "inner_steps": 20}))
-        far.append(float((fed.state(0) - fed.server).norm()))
+        far.append(float((state_of(fed, 0) - fed.server).norm()))
     assert far[0] > far[1] > far[2] > 0
 
 
@@ -170,12 +171,12 @@ def test_refuses_other_optimisers_and_no_tie(clients):
 
 def test_only_the_cohort_computes(clients):
     fed = World(plain_net, clients).run(PFedMe)
-    before = copy.deepcopy({i: fed.state(i) for i in range(5)})
+    before = copy.deepcopy({i: state_of(fed, i) for i in range(5)})
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     same(personal(fed)[3], before[3])
     same(personal(fed)[NEVER], fed.method.model.init(5))
-    assert differs(fed.state(0), before[0])
+    assert differs(state_of(fed, 0), before[0])
     check_no_alias(fed)
 
 

@@ -19,6 +19,7 @@ from reference import (
     norm_net,
     plain_net,
     same,
+    state_of,
     weights,
 )
 
@@ -92,7 +93,7 @@ def check_against(fed, expected):
     for w, net in zip(fed.server["w"], expected.w, strict=True):
         close(w, flat(net))
     for i, t in enumerate(expected.team):
-        close(fed.state(i), flat(expected.theta[i]))
+        close(state_of(fed, i), flat(expected.theta[i]))
         close(found["personal"][i], flat(expected.theta[i]))
         close(found["team"][i], flat(expected.w[t]))
         close(found["global"][i], flat(expected.x))
@@ -147,7 +148,7 @@ def test_full_team_step_is_the_mean_of_x_and_thetabar(clients):
     world = World(plain_net, clients)
     fed = world.run(PFedMT, [(0, 1, 3)], **(STRONG | {"K": 1, "eta": 1 / 1.6}))
     x = weights(world.net())
-    theta = [fed.state(i)[: len(x)] for i in range(5)]
+    theta = [state_of(fed, i)[: len(x)] for i in range(5)]
     same(fed.server["w"][0][: len(x)], 0.25 * x + 0.75 * (theta[0] + theta[1]) / 2)
     same(fed.server["w"][1][: len(x)], 0.25 * x + 0.75 * theta[3])
 
@@ -158,7 +159,7 @@ def test_lambda_0_trains_alone_and_teams_stay(clients):
     same(fed.server["x"], fed.method.init_server(5)["x"])
     same(fed.server["w"], fed.method.init_server(5)["w"])
     net = world.train(world.net(), batches(world, 1, 2, 1, 3))  # its last round, its last exchange
-    close(fed.state(1), flat(net))
+    close(state_of(fed, 1), flat(net))
 
 
 def test_equal_teams_stay_equal(clients):
@@ -170,7 +171,7 @@ def test_equal_teams_stay_equal(clients):
     fed = world.run(PFedMT, [(0, 1, 2, 3)] * 3, **STRONG)
     same(fed.server["w"][0], fed.server["w"][1])
     for i in range(1, 4):
-        same(fed.state(i), fed.state(0))
+        same(state_of(fed, i), state_of(fed, 0))
     assert differs(fed.server["x"], fed.method.init_server(4)["x"])
 
 
@@ -233,9 +234,9 @@ def test_the_device_pull_spares_statistics_and_pulls(clients):
     world = World(norm_net, clients)
     far, near = (world.run(PFedMT, ROUNDS[:1], **(STRONG | {"lam": lam, "eta": 0.4, "K": 1})) for lam in (0.01, 2.0))
     start, P = flat(world.net()), near.method.model.P
-    move = lambda fed: (fed.state(0)[: len(start)] - start)[:P].norm()
+    move = lambda fed: (state_of(fed, 0)[: len(start)] - start)[:P].norm()
     assert move(near) < move(far)
-    assert differs(near.state(0)[P : len(start)], start[P:])
+    assert differs(state_of(near, 0)[P : len(start)], start[P:])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_share_of_teams(clients):
     fed, expected = world.federation(PFedMT, team_share=0.5, **STRONG), Tiers(world)
     seen = []
     for number in range(1, 7):
-        before = {i: fed.state(i).clone() for i in range(5)}
+        before = {i: state_of(fed, i).clone() for i in range(5)}
         sent = fed.traffic.up
         cohort = fed.step((0, 1, 3, 4))
         seen.append({TEAM[i] for i in cohort})
@@ -277,7 +278,7 @@ def test_share_of_teams(clients):
 
 def test_keeps_own_models(clients):
     fed = World(plain_net, clients).run(PFedMT, **STRONG)
-    before = {i: fed.state(i).clone() for i in range(5)}
+    before = {i: state_of(fed, i).clone() for i in range(5)}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     assert torch.equal(models(fed)["personal"][3], before[3])

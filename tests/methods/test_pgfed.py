@@ -22,6 +22,7 @@ from reference import (
     push,
     same,
     slope,
+    state_of,
     weights,
 )
 from torch import nn
@@ -78,7 +79,7 @@ def check_against(fed, expected):
         same(float(fed.server["c"][row]), last[j][1])
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i)["theta"], flat(nets[i]))
+        close(state_of(fed, i)["theta"], flat(nets[i]))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -211,7 +212,7 @@ def test_uploaded_gradient_is_exact_in_eval_mode_and_leaves_the_statistics(clien
     fed = world.run(PGFed, [(0, 2, 3)], mu=0.5)
     for row, i in enumerate((0, 2, 3)):
         net = world.train(world.net(), world.batches(i, 1))
-        close(fed.state(i)["theta"], flat(net))
+        close(state_of(fed, i)["theta"], flat(net))
         net.zero_grad()
         world.risk(net, i).backward()
         close(fed.server["grads"][row], slope(net))
@@ -219,7 +220,7 @@ def test_uploaded_gradient_is_exact_in_eval_mode_and_leaves_the_statistics(clien
 
 def test_evaluates_own_models_that_newer_global_ones_do_not_overwrite(clients):
     fed = World(plain_net, clients).run(PGFed, **STRONG)
-    before, kept = personal(fed), {i: copy.deepcopy(fed.state(i)) for i in range(N)}
+    before, kept = personal(fed), {i: copy.deepcopy(state_of(fed, i)) for i in range(N)}
     w = fed.server["w"].clone()
     fed.step((0, 1, 2))
     after = personal(fed)

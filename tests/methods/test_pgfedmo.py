@@ -19,6 +19,7 @@ from reference import (
     push,
     same,
     slope,
+    state_of,
     weights,
 )
 from torch import nn
@@ -74,7 +75,7 @@ def test_equals_the_reference(build, momentum, clients):
     same(fed.server["alpha"], A)
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
-        close(fed.state(i)["gtilde"], torch.zeros_like(weights(w)) if stored[i] is None else stored[i])
+        close(state_of(fed, i)["gtilde"], torch.zeros_like(weights(w)) if stored[i] is None else stored[i])
 
 
 def test_beta_0_is_pgfed_to_the_bit(clients):
@@ -99,16 +100,16 @@ def test_first_reception_is_unscaled(clients):
     """Not (1 - beta) of it; a client whose round 1 brought nothing has received nothing."""
     fed = World(plain_net, clients).federation(PGFedMo, beta=0.8, **STRONG)
     fed.step(ROUNDS[0])
-    assert not any(fed.state(i)["gtilde"].any() for i in range(N))
+    assert not any(state_of(fed, i)["gtilde"].any() for i in range(N))
     down = fed.method.broadcast(fed.server, torch.arange(N))
     fed.step(ROUNDS[1])
     for i in ROUNDS[1]:
-        same(fed.state(i)["gtilde"], down.own["mixed"][i])
-    kept = fed.state(3)["gtilde"]
+        same(state_of(fed, i)["gtilde"], down.own["mixed"][i])
+    kept = state_of(fed, 3)["gtilde"]
     down = fed.method.broadcast(fed.server, torch.arange(N))
     fed.step(ROUNDS[2])
-    same(fed.state(3)["gtilde"], 0.2 * down.own["mixed"][3] + 0.8 * kept)  # its second
-    same(fed.state(0)["gtilde"], down.own["mixed"][0])  # its first
+    same(state_of(fed, 3)["gtilde"], 0.2 * down.own["mixed"][3] + 0.8 * kept)  # its second
+    same(state_of(fed, 0)["gtilde"], down.own["mixed"][0])  # its first
     assert differs(down.own["mixed"][3], kept)
 
 
@@ -127,12 +128,12 @@ def test_mu_0_is_fedavg_training(clients):
 @pytest.mark.parametrize("keep_momentum", [False, True])
 def test_non_participants_keep_their_state(keep_momentum, clients):
     fed = World(plain_net, clients, momentum=0.9).run(PGFedMo, keep_momentum=keep_momentum, **STRONG)
-    before = {i: {name: t.clone() for name, t in fed.state(i).items()} for i in range(N)}
+    before = {i: {name: t.clone() for name, t in state_of(fed, i).items()} for i in range(N)}
     assert len(before[3]) == 2 + keep_momentum
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     assert before[3]["gtilde"].any()
-    assert differs(fed.state(0)["theta"], before[0]["theta"])
+    assert differs(state_of(fed, 0)["theta"], before[0]["theta"])
     check_no_alias(fed)
 
 

@@ -20,6 +20,7 @@ from reference import (
     plain_net,
     same,
     slope,
+    state_of,
     weights,
 )
 
@@ -63,7 +64,7 @@ def test_equals_the_reference(build, server_lr, compact, clients):
     close(fed.server["c"], c)  # and 0 at buffers
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(w))
-        close(fed.state(i), own[i])
+        close(state_of(fed, i), own[i])
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -72,7 +73,7 @@ def test_c_is_the_mean_over_all_clients(compact, clients):
     fed = World(norm_net, clients).federation(SCAFFOLD, compact=compact, server_lr=1.3)
     for cohort in ROUNDS:
         fed.step(cohort)
-        mean = sum(fed.state(i) for i in range(len(clients))) / len(clients)
+        mean = sum(state_of(fed, i) for i in range(len(clients))) / len(clients)
         same(fed.server["c"], mean)
         assert fed.server["c"].norm() > 1e-2
 
@@ -82,7 +83,7 @@ def test_compact_is_the_same_with_one_number_more_than_the_model(clients):
     size = len(flat(world.net()))
     full, compact = world.run(SCAFFOLD), world.run(SCAFFOLD, compact=True)
     same(compact.server, full.server)
-    same(dict(compact.states), dict(full.states))
+    same(dict(compact.engine.states[0]), dict(full.engine.states[0]))
     assert per_client(full) == (2 * size, 2 * size)
     assert per_client(compact) == (2 * size, size + 1)
     assert compact.traffic.up_mean == 0  # read client by client: secure sums do not cover it
@@ -102,7 +103,7 @@ def test_frozen_at_0_is_fedavg_with_uniform_weights(clients):
     for cohort in ROUNDS:
         fed.step(cohort)
         fed.server = {**fed.server, "c": torch.zeros_like(fed.server["c"])}
-        fed.states.clear()
+        fed.engine.states[0].clear()
     same(fed.server["w"], world.run(FedAvg).server)
     assert differs(world.run(SCAFFOLD).server["w"], fed.server["w"])  # control variates do something
 
@@ -121,7 +122,7 @@ def test_control_variate_of_one_step_is_the_gradient(clients):
     for i in (0, 2, 3):
         net = world.net()
         world.risk(net, i).backward()
-        close(fed.state(i), slope(net))
+        close(state_of(fed, i), slope(net))
 
 
 def test_counts_real_steps(clients):
@@ -130,7 +131,7 @@ def test_counts_real_steps(clients):
     fed = world.run(SCAFFOLD, [(0, 2, 3)])
     for i, steps in ((0, 8), (2, 12), (3, 2)):
         y = world.train(world.net(), world.batches(i, 1))
-        close(fed.state(i), (weights(world.net()) - weights(y)) / (steps * 0.05))
+        close(state_of(fed, i), (weights(world.net()) - weights(y)) / (steps * 0.05))
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -140,7 +141,7 @@ def test_server_rate_spares_statistics(compact, clients):
     fed = World(norm_net, small).run(SCAFFOLD, [(2,)], server_lr=2.0, compact=compact)
     variance = fed.server["w"][fed.method.model.size - 8 : fed.method.model.size]
     assert 0 < variance.min() < 0.5
-    assert fed.evaluate()["test"]["personal"]["loss"].isfinite().all()
+    assert fed.evaluate()["personal"]["test"]["loss"].isfinite().all()
 
 
 @pytest.mark.parametrize("wrong", [{"momentum": 0.9}, {"optimizer": "adam"}])
@@ -151,7 +152,7 @@ def test_refuses_what_breaks_its_formula(wrong, clients):
 
 def test_non_participants_keep_their_control_variate(clients):
     fed = World(plain_net, clients).run(SCAFFOLD)
-    before = {i: fed.state(i).clone() for i in range(len(clients))}
+    before = {i: state_of(fed, i).clone() for i in range(len(clients))}
     fed.step((0, 1, 2))
     check_kept(fed, before, (3, NEVER))
     assert before[3].any()

@@ -5,6 +5,7 @@ import torch
 
 from perfed.core.errors import Problem
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
@@ -19,13 +20,13 @@ def test_the_plain_loop_is_fedavg():
     build = make_network(ModelConfig(name="mlp", hidden=8), clients.shape, clients.classes)
     train, test = (cpu._tensors(clients, name) for name in ("train", "test"))
     loop = Loop(build, train, test, lr=0.1, batch_size=1000, epochs=2)  # one batch each: no order to differ in
-    ours = Federation(Sequential(FedAvg(Model(build), lr=0.1, batch_size=1000, epochs=2), clients))
+    ours = Federation(Sequential(Job(FedAvg(Model(build), lr=0.1, batch_size=1000, epochs=2), clients)))
     loop.round()
     theirs = loop.round()
     ours.step()
     ours.step()
     torch.testing.assert_close(ours.method.model.flat(loop.server), ours.server, rtol=1e-4, atol=1e-5)
-    mine = ours.evaluate()["test"]["personal"]["accuracy"].mean()
+    mine = ours.evaluate()["personal"]["test"]["accuracy"].mean()
     assert theirs == pytest.approx(float(mine), abs=1e-6)
 
 

@@ -9,14 +9,15 @@ from torch.nn.functional import cross_entropy
 
 import perfed
 from perfed.cli import app
-from perfed.contract import contract
-from perfed.core.messages import count_bytes
+from perfed.contract import checks
 from perfed.core.model import Model
 from perfed.core.tree import leaves
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation
+from perfed.federation.traffic import count_bytes
 from perfed.methods.fedavg import FedAvg
 from perfed.studies import measures
 from perfed.training import files
@@ -120,7 +121,7 @@ def test_a_target_that_one_of_two_seeds_reaches(tmp_path):
 def test_training_loss_is_the_mean_over_the_training_samples(method, clients, model):
     """Of one model for all, and of each client's own; on every engine."""
     make = lambda: method(model, lr=0.05, epochs=1, batch_size=4)
-    federation, saved = Federation(Sequential(make(), clients, train_scores=True)), {}
+    federation, saved = Federation(Sequential(Job(make(), clients), train_scores=True)), {}
     federation.step([0, 2])
     found = federation.evaluate(saved.__setitem__)
     train = clients.train
@@ -128,15 +129,15 @@ def test_training_loss_is_the_mean_over_the_training_samples(method, clients, mo
         rows = slice(first, first + size)
         out = model.apply(saved[id]["personal"], train.x[rows])[0]
         expected = cross_entropy(out, train.y[rows])
-        assert found["train"]["personal"]["loss"][id] == pytest.approx(expected.item(), abs=1e-9)
+        assert found["personal"]["train"]["loss"][id] == pytest.approx(expected.item(), abs=1e-9)
     for kind in (Vectorised, Workers):
-        other = Federation(kind(make(), clients, train_scores=True))
+        other = Federation(kind(Job(make(), clients), train_scores=True))
         try:
             other.step([0, 2])
-            assert contract.difference(other.evaluate(), found) < 1e-9
+            assert checks.difference(other.evaluate().tables, found.tables) < 1e-9
         finally:
             other.engine.close()
-    assert "train" not in Federation(Sequential(make(), clients)).evaluate()
+    assert "train" not in Federation(Sequential(Job(make(), clients))).evaluate()["personal"]
 
 
 def test_training_loss_is_in_the_log(run):

@@ -7,6 +7,7 @@ import tarfile
 
 import numpy as np
 import pytest
+from reference import state_of
 
 from perfed.core.errors import Problem
 from perfed.models import make_network
@@ -515,7 +516,7 @@ def test_trials_that_differ_in_lr_alone_are_one_batch(tmp_path, monkeypatch):
     raw = {"data": {"clients": 3}, "model": {"name": "mlr"}, "run": run, "train": {"epochs": 1, "weight_decay": 1e9}}
     base, sizes = from_dict({"methods": ["fedprox"], **raw}), []
     together = cells.run
-    monkeypatch.setattr(cells, "run", lambda some, *rest: [sizes.append(len(some)), together(some, *rest)])
+    monkeypatch.setattr(cells, "run", lambda some, *rest: [sizes.append(len(some)), together(some, *rest)][1])
     task = tune.for_run(base, {"lr": [1e-9, 1e-10, 1e15], "mu": [0.1, 0.2]}, tmp_path)
     found = tune.tune(task, Console(quiet=True), seeds=2)
     assert sizes == [6, 6]
@@ -638,7 +639,7 @@ def test_tuning_refuses_what_it_cannot_use(tmp_path):
 
 
 def test_some_of_the_clients(clients):
-    from perfed.studies.papers.joining import some
+    from perfed.engines.vectorised import part as some
 
     last = some(clients, 1, len(clients))
     assert last.names == clients.names[1:]
@@ -682,7 +683,7 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), small, True), [], ["fedavg-own"], 1)
     how = {"engine": "sequential", "device": "cpu"}
     carry_out(made, tmp_path / "whole", Console(quiet=True), how)
-    step, rounds = Federation.step, []
+    step, rounds = Federation.begin, []
 
     def stop(self, *given):
         rounds.append(self.round)
@@ -690,7 +691,7 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *given)
 
-    monkeypatch.setattr(Federation, "step", stop)
+    monkeypatch.setattr(Federation, "begin", stop)
     with pytest.raises(KeyboardInterrupt):
         carry_out(made, tmp_path / "stopped", Console(quiet=True), how)
     assert not cell(made, tmp_path / "stopped", "c10-25", "fedavg-own", 0).done
@@ -755,6 +756,8 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     begun = json.loads((first / "fedavg/seed_0.json").read_text())
     begun.pop("diverged")  # as if it had been interrupted
     (first / "fedavg/seed_0.json").write_text(json.dumps(begun))
+    assert not list(missing(made, tmp_path))  # its own result says so, too
+    (first / "fedavg/seed_0/fedavg/result.json").unlink()
     other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["pgfed", "fedavg"], 1)
     assert [line["seeds"] for line in result.lines(other, tmp_path)] == [0, 0]
     with pytest.raises(Problem, match=r"fedavg.seed_0' was run with other settings"):  # before anything is run
@@ -802,6 +805,7 @@ def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
     """Every round's, of every seed: those of a federation that nobody looks at."""
     import torch
 
+    from perfed.engines.base import Job
     from perfed.engines.local import Sequential
     from perfed.federation.federation import Federation
     from perfed.report import table_figures
@@ -814,12 +818,12 @@ def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
         folder = alphas(tmp_path, seed).parent
         experiment = prepare(read_config(folder))
         method = experiment.method(catalog.find("pfedmb"))
-        federation = Federation(Sequential(method, experiment.clients, seed=seed))
+        federation = Federation(Sequential(Job(method, experiment.clients, seed=seed)))
         lines = [json.loads(line) for line in alphas(tmp_path, seed).read_text().splitlines()]
         assert [line["round"] for line in lines] == [1, 2, 3, 4]
         for line in lines:
             federation.step()
-            expected = torch.stack([federation.state(id).softmax(0).mean(1) for id in range(4)])
+            expected = torch.stack([state_of(federation, id).softmax(0).mean(1) for id in range(4)])
             np.testing.assert_allclose(line["alpha"], expected, atol=1e-4)
     figure = table_figures.alpha(made, tmp_path / "table", "only")
     said = figure.axes[0].get_ylabel()
@@ -867,20 +871,20 @@ def test_mixtures_of_an_interrupted_cell(tmp_path, monkeypatch):
     _, whole = watched(tmp_path / "whole", "sequential", seeds=1)
     _, run = watched(tmp_path / "stopped", "sequential", seeds=1)
     whole()
-    write, step, rounds = Checkpoints.write, Federation.step, []
+    write, step, rounds = Checkpoints.write, Federation.begin, []
     monkeypatch.setattr(Checkpoints, "write", stop)
     with pytest.raises(KeyboardInterrupt):
         run()
     path = alphas(tmp_path / "stopped", 0)
     assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2]  # before the checkpoint
     monkeypatch.setattr(Checkpoints, "write", write)
-    monkeypatch.setattr(Federation, "step", lambda self: stop() if self.round == 3 else step(self))
+    monkeypatch.setattr(Federation, "begin", lambda self, *rest: stop() if self.round == 3 else step(self))
     with pytest.raises(KeyboardInterrupt):
         run()
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3
     path.write_bytes(b"".join(lines)[: -len(lines[2]) // 2])
-    monkeypatch.setattr(Federation, "step", lambda self: [rounds.append(self.round), step(self)][1])
+    monkeypatch.setattr(Federation, "begin", lambda self, *rest: [rounds.append(self.round), step(self)][1])
     run()
     assert rounds == [2, 3]
     assert path.read_bytes() == alphas(tmp_path / "whole", 0).read_bytes()
@@ -888,10 +892,10 @@ def test_mixtures_of_an_interrupted_cell(tmp_path, monkeypatch):
 
 def test_mixtures_of_seeds_in_one_batch(tmp_path, monkeypatch):
     """Each seed has its own file, with what it has alone."""
-    from perfed.training import experiment
+    from perfed.training import train as training
 
-    sizes, train = [], experiment._train
-    monkeypatch.setattr(experiment, "_train", lambda jobs, *rest: [sizes.append(len(jobs)), train(jobs, *rest)][1])
+    sizes, train = [], training._train
+    monkeypatch.setattr(training, "_train", lambda jobs, *rest: [sizes.append(len(jobs)), train(jobs, *rest)][1])
     for engine in ("vectorised", "sequential"):
         watched(tmp_path / engine, engine)[1]()
     assert sizes == [2, 1, 1]

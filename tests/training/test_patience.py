@@ -1,5 +1,6 @@
 """Runs that end before their last round: by run.patience, or because they diverged, alone and in a batch."""
 
+import dataclasses
 import json
 import shutil
 
@@ -12,11 +13,13 @@ import perfed
 from perfed import api
 from perfed.core.errors import Problem
 from perfed.core.tree import tree_map
-from perfed.federation.federation import Diverged, Federation
+from perfed.engines.scores import Scores
+from perfed.federation.federation import Federation
 from perfed.studies import measures
 from perfed.training import files
+from perfed.training import train as training
 from perfed.training.config import from_dict
-from perfed.training.experiment import Job, reopen, train_together
+from perfed.training.experiment import reopen
 from perfed.training.observers.checkpoint import BestRound
 
 SMALL = {"clients": 4, "epochs": 1, "hidden": 8, "baseline": False}
@@ -57,7 +60,8 @@ def configs(rates, **run):
 
 def trained(tmp_path, name, rates, **run):
     console, places = Console(quiet=True), [tmp_path / f"{name}_{at}" for at in range(len(rates))]
-    train_together([reopen(c, p, console) for c, p in zip(configs(rates, **run), places, strict=True)], places, console)
+    experiments = [reopen(c, p, console) for c, p in zip(configs(rates, **run), places, strict=True)]
+    training.train(experiments, places, console)
     return places
 
 
@@ -76,21 +80,24 @@ def test_each_run_of_a_batch_stops_by_itself(tmp_path):
 
 
 def test_a_diverged_run_leaves_the_others_alone(tmp_path, monkeypatch):
-    """The first of three has numbers that are not finite in its second round; the others end as without it."""
-    look = Federation.check
+    """The first of three sends what is not finite from its second round on; the others end as without it."""
+    receive = Federation.receive
 
-    def check(self):
-        if self.method.lr == 0.5 and self.round == 2:
-            raise Diverged("training diverged")
-        look(self)
+    def spoilt(self, request, reply):
+        bad = self.method.lr == 0.5 and request.round > 1
+        receive(self, request, dataclasses.replace(reply, spoiled=reply.spoiled * 0) if bad else reply)
 
-    monkeypatch.setattr(Federation, "check", check)
-    with pytest.raises(Diverged, match="training diverged") as found:
-        trained(tmp_path, "batch", [0.5, 0.02, 0.05], rounds=3)
-    assert list(found.value.runs) == [tmp_path / "batch_0"]
-    assert not (tmp_path / "batch_0/fedavg/result.json").exists()
+    monkeypatch.setattr(Federation, "receive", spoilt)
+    trained(tmp_path, "batch", [0.5, 0.02, 0.05], rounds=5)
+    result = json.loads((tmp_path / "batch_0/fedavg/result.json").read_text())
+    assert result["diverged"].startswith(
+        "training diverged: too few clients of FedAvg sent something usable in 3 rounds"
+    )
+    assert result["rounds"] == 4
+    assert result["refused"]["count"] == 12
+    assert [line["round"] for line in logged(tmp_path / "batch_0") if "abandoned" in line] == [2, 3, 4]
     for at, lr in ((1, 0.02), (2, 0.05)):
-        (alone,) = trained(tmp_path, f"alone{at}", [lr], rounds=3)
+        (alone,) = trained(tmp_path, f"alone{at}", [lr], rounds=5)
         mine, other = (json.loads((p / "fedavg/result.json").read_text()) for p in (tmp_path / f"batch_{at}", alone))
         assert mine["clients"][0]["personal"]["test"]["loss"] == pytest.approx(
             other["clients"][0]["personal"]["test"]["loss"], rel=1e-4
@@ -101,7 +108,7 @@ def test_a_run_that_was_interrupted_stops_in_the_same_round(tmp_path, monkeypatc
     """The best round so far is read back from the log."""
     how = {"lr": STILL, "rounds": 9, "patience": 4, "checkpoint_every": 1, "engine": "sequential"}
     whole = perfed.run("fedavg", out=tmp_path / "whole", **SMALL, **how)
-    step = Federation.step
+    step = Federation.begin
 
     def stop(self, *given):
         if self.round == 3:
@@ -109,7 +116,7 @@ def test_a_run_that_was_interrupted_stops_in_the_same_round(tmp_path, monkeypatc
         return step(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Federation, "step", stop)
+        patch.setattr(Federation, "begin", stop)
         with pytest.raises(KeyboardInterrupt):
             perfed.run("fedavg", out=tmp_path / "stopped", **SMALL, **how)
     again = api.resume(tmp_path / "stopped", Console(quiet=True))
@@ -201,14 +208,14 @@ def test_the_end_can_be_repeated(tmp_path, monkeypatch, whole):
 
 def stopped(folder, monkeypatch, before):
     """A run that is interrupted before this round."""
-    step = Federation.step
+    step = Federation.begin
 
     def stops(self, *args):
         if self.round == before - 1:
             raise KeyboardInterrupt
         return step(self, *args)
 
-    monkeypatch.setattr(Federation, "step", stops)
+    monkeypatch.setattr(Federation, "begin", stops)
     with pytest.raises(KeyboardInterrupt):
         perfed.run("ditto", out=folder, **BEST, **SMALL)
     monkeypatch.undo()
@@ -219,12 +226,13 @@ def test_rounds_that_come_again_otherwise(tmp_path, monkeypatch):
     """Interrupted after round 5, resumed from 4, and then nothing is as good: what was known in 4 is saved."""
     best = stopped(tmp_path / "run", monkeypatch, 7)
     assert len(list(best.glob("*.safetensors"))) == 2  # 5, and what round 4 knows as the best
-    judge = Job.judge
+    judge = training.MethodRun.judge
 
-    def worse(self, values):
-        judge(self, values if self.federation.round <= 4 else tree_map(torch.zeros_like, values))
+    def worse(self, scores):
+        bad = lambda: Scores.of(tree_map(torch.zeros_like, scores.tables))
+        judge(self, scores if self.federation.round <= 4 else bad())
 
-    monkeypatch.setattr(Job, "judge", worse)
+    monkeypatch.setattr(training.MethodRun, "judge", worse)
     result = api.resume(tmp_path / "run", Console(quiet=True)).result("ditto")
     assert result["saved_round"] == result["best"]["round"] <= 4
 

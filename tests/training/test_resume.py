@@ -158,7 +158,7 @@ def in_round(kind, round, do=die):
     """Die (or do something else) when a round has been computed and nothing is written yet."""
 
     def prepare():
-        real = Federation.step
+        real = Federation.begin
 
         def step(self, *args):
             ids = real(self, *args)
@@ -166,7 +166,7 @@ def in_round(kind, round, do=die):
                 do()
             return ids
 
-        Federation.step = step
+        Federation.begin = step
 
     return prepare
 
@@ -450,14 +450,14 @@ def test_a_comparison_that_was_killed(tmp_path):
     words = ["compare", "local", *WORDS[:-2], "--seeds", "2", *SEQUENTIAL]
 
     def kill_in_seed_1():
-        real = Federation.step
+        real = Federation.begin
 
         def step(self, *args):
-            if self.engine.seed == 1 and self.round == 3:
+            if self.seed == 1 and self.round == 3:
                 die()
             return real(self, *args)
 
-        Federation.step = step
+        Federation.begin = step
 
     assert Child(tmp_path, *words, "--out", "whole").wait() == 0
     assert Child(tmp_path, *words, "--out", "run", prepare=kill_in_seed_1).wait() == -signal.SIGKILL

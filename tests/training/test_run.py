@@ -283,19 +283,24 @@ def test_a_default_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "workers"])
-def test_divergence_stops_the_run(tmp_path, engine):
+def test_divergence_ends_a_method_and_the_others_go_on(tmp_path, engine):
     settings = TINY | {"engine": engine}
     words = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     code, out, err = call(
         "run", "fedavg", *words, "--lr", "1e6", "--weight-decay", "1", "--out", tmp_path / "run", "-q"
     )
-    assert code == 2
-    assert out == ""
+    assert code == 1
+    assert "FedAvg (diverged)" in out
     assert err.count("\n") == 1
-    assert err.startswith("perfed: training diverged: client 'client_0")
-    assert "in round" in err
+    assert err.startswith("perfed: local: training diverged: too few clients of Local sent something usable in")
+    assert "; fedavg: training diverged: " in err
+    assert "it holds numbers that are not finite" in err
     assert "lr (now 1e+06)" in err
-    assert not list(tmp_path.rglob("*.safetensors"))
+    result = json.loads((tmp_path / "run" / "fedavg" / "result.json").read_text())
+    assert result["diverged"] in err
+    assert (tmp_path / "run" / "report" / "summary.md").exists()
+    code, out, again = call("resume", tmp_path / "run", "-q")  # nothing is done anew, and nothing is forgotten
+    assert (code, again) == (1, err)
 
 
 def test_secrets_stay_outside(tmp_path, monkeypatch):

@@ -9,24 +9,25 @@ import torch
 from sklearn.metrics import f1_score, roc_auc_score
 
 import perfed
-from perfed.contract import contract
+from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
 from perfed.core.data import CHUNK
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.engines.f1_auc import full_scores
 from perfed.engines.local import Sequential
-from perfed.engines.vectorised import Together, Vectorised
+from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
-from perfed.federation.federation import Federation, evaluate_together, step_together
+from perfed.federation.federation import Federation, evaluate, step
 from perfed.methods.fedavg import FedAvg
 from perfed.studies import measures
 from perfed.training.catalog import find
 
 SIZES = (0, 1, 7, 40, 0, 3, 0)
 ENGINES = {
-    "workers": lambda m, c: Workers(m, c, seed=5, workers=2),
-    "vectorised": lambda m, c: Vectorised(m, c, seed=5),
-    "vectorised in blocks": lambda m, c: Vectorised(m, c, seed=5, block=2),
+    "workers": lambda m, c: Workers(Job(m, c, seed=5), workers=2),
+    "vectorised": lambda m, c: Vectorised(Job(m, c, seed=5)),
+    "vectorised in blocks": lambda m, c: Vectorised(Job(m, c, seed=5), block=2),
 }
 
 
@@ -46,7 +47,7 @@ def test_scores_are_those_of_scikit_learn(classes, ties):
     draw = torch.Generator().manual_seed(classes)
     out, y = torch.randn(sum(SIZES), classes, generator=draw), torch.randint(classes, (sum(SIZES),), generator=draw)
     out = out.round() if ties else out
-    assert contract.difference(full_scores(out, y, SIZES), expected(out, y, SIZES)) < 1e-12
+    assert checks.difference(full_scores(out, y, SIZES), expected(out, y, SIZES)) < 1e-12
 
 
 def test_scores_by_hand():
@@ -69,7 +70,7 @@ def test_scores_of_extremes():
 
 def trained(engine, rounds=2):
     federation = Federation(engine)
-    for cohort in contract.COHORTS[:rounds]:
+    for cohort in toy.COHORTS[:rounds]:
         federation.step(cohort)
     return federation
 
@@ -77,8 +78,8 @@ def trained(engine, rounds=2):
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["fedavg", "ditto", "pfedme"])  # one model for all, one for each, two for each
 def test_every_engine_finds_the_same(name, engine):
-    make, clients = contract.maker(find(name), "norm"), contract.toy_clients()
-    reference = trained(Sequential(make(), clients, seed=5)).evaluate(full=True)
+    make, clients = toy.maker(find(name), "norm"), toy.toy_clients()
+    reference = trained(Sequential(Job(make(), clients, seed=5))).evaluate(full=True)
     federation = trained(ENGINES[engine](make(), clients))
     saved = {}
     try:
@@ -86,43 +87,44 @@ def test_every_engine_finds_the_same(name, engine):
         plain = federation.evaluate()
     finally:
         federation.engine.close()
-    assert contract.difference(found, reference) < 1e-9
-    assert set(found["test"]["personal"]) == {"loss", "accuracy", "macro_f1", "auc"}
-    assert set(plain["test"]["personal"]) == {"loss", "accuracy"}
+    assert checks.difference(found.tables, reference.tables) < 1e-9
+    assert set(found["personal"]["test"]) == {"loss", "accuracy", "macro_f1", "auc"}
+    assert set(plain["personal"]["test"]) == {"loss", "accuracy"}
     model, test = federation.method.model, clients.test
-    for kind in found["test"]:
+    for kind in found.models:
         rows = [test.x[a : a + n] for a, n in zip(test.start, test.size, strict=True)]
         out = torch.cat([model.apply(saved[id][kind], x)[0] for id, x in enumerate(rows)])
-        ours = {key: found["test"][kind][key] for key in ("macro_f1", "auc")}
-        assert contract.difference(ours, expected(out, test.y, test.size)) < 1e-9
+        ours = {key: found[kind]["test"][key] for key in ("macro_f1", "auc")}
+        assert checks.difference(ours, expected(out, test.y, test.size)) < 1e-9
 
 
 def test_runs_in_one_batch_find_the_same():
-    make, clients = contract.maker(find("ditto"), "norm"), contract.toy_clients()
-    batched, alone = ([Federation(Vectorised(make(seed=s), clients, seed=s)) for s in (0, 3)] for _ in range(2))
-    together = Together([one.engine for one in batched])
-    step_together(batched, together)
-    for one in alone:
-        one.step()
-    for found, one in zip(evaluate_together(batched, together, full=True), alone, strict=True):
-        assert contract.difference(found, one.evaluate(full=True)) < 1e-9
-        assert "auc" in found["val"]["personal"]
+    make, clients = toy.maker(find("ditto"), "norm"), toy.toy_clients()
+    jobs = [Job(make(seed=seed), clients, seed=seed) for seed in (0, 3)]
+    engine, alone = Vectorised(*jobs), [Federation(Vectorised(job)) for job in jobs]
+    batched = [Federation(engine, run) for run in range(2)]
+    step(batched)
+    for single in alone:
+        single.step()
+    for scores, single in zip(evaluate(batched, [None, None], full=True), alone, strict=True):
+        assert checks.difference(scores.tables, single.evaluate(full=True).tables) < 1e-9
+        assert "auc" in scores["personal"]["val"]
 
 
 @pytest.mark.parametrize("sizes", [(4, 0, 2 * CHUNK + 3, 1, 9 * CHUNK, 0), (0, 0, 3), (5, 0)])
 @pytest.mark.parametrize("shared", [True, False])
 def test_clients_of_any_size(sizes, shared):
     """Several pieces, several passes, nobody."""
-    whole, draw = contract.toy_clients((6,) * len(sizes)), torch.Generator().manual_seed(3)
-    x = torch.randn(sum(sizes), contract.FEATURES, generator=draw, dtype=torch.float64)
+    whole, draw = toy.toy_clients((6,) * len(sizes)), torch.Generator().manual_seed(3)
+    x = torch.randn(sum(sizes), toy.FEATURES, generator=draw, dtype=torch.float64)
     test = Split(x, torch.randint(0, 3, (len(x),), generator=draw), sizes)
     clients = Clients(whole.names, whole.train, Split(x[:0], test.y[:0], (0,) * len(sizes)), test, 3)
-    make = FedAvg(Model(contract.plain_net, dtype=torch.float64), batch_size=5, fine_tune=0 if shared else 1, lr=0.01)
-    federation, saved = Federation(Sequential(make, clients)), {}
-    found = federation.evaluate(saved.__setitem__, full=True)["test"]["personal"]
+    make = FedAvg(Model(toy.plain_net, dtype=torch.float64), batch_size=5, fine_tune=0 if shared else 1, lr=0.01)
+    federation, saved = Federation(Sequential(Job(make, clients))), {}
+    found = federation.evaluate(saved.__setitem__, full=True)["personal"]["test"]
     rows = [x[a : a + n] for a, n in zip(test.start, sizes, strict=True)]
     out = torch.cat([make.model.apply(saved[id]["personal"], some)[0] for id, some in enumerate(rows)])
-    assert contract.difference({k: found[k] for k in ("macro_f1", "auc")}, expected(out, test.y, sizes)) < 1e-12
+    assert checks.difference({k: found[k] for k in ("macro_f1", "auc")}, expected(out, test.y, sizes)) < 1e-12
 
 
 def test_a_method_that_scores_in_its_own_way_keeps_to_it():
@@ -131,8 +133,8 @@ def test_a_method_that_scores_in_its_own_way_keeps_to_it():
         def score(self, batch, models):
             return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
 
-    engine = Sequential(Scored(Model(contract.plain_net, dtype=torch.float64)), contract.toy_clients())
-    assert set(Federation(engine).evaluate(full=True)["test"]["personal"]) == {"loss", "accuracy"}
+    engine = Sequential(Job(Scored(Model(toy.plain_net, dtype=torch.float64)), toy.toy_clients()))
+    assert set(Federation(engine).evaluate(full=True)["personal"]["test"]) == {"loss", "accuracy"}
 
 
 # ---------------------------------------------------------------------- in a run

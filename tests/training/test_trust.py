@@ -108,11 +108,12 @@ def test_equal_gains_are_ties():
 def test_a_log_that_lost_lines_sends_resume_to_an_older_checkpoint(tmp_path):
     write_clients(tmp_path / "data")
     experiment = prepare(from_dict(settings(tmp_path / "data")))
+    from perfed.engines.base import Job
     from perfed.engines.local import Sequential
     from perfed.federation.federation import Federation
     from perfed.training.catalog import find
 
-    make = lambda: Federation(Sequential(experiment.method(find("fedavg")), experiment.clients))
+    make = lambda: Federation(Sequential(Job(experiment.method(find("fedavg")), experiment.clients)))
     federation, log = make(), MetricsLog(tmp_path)
     checkpoints = Checkpoints(tmp_path, 1, log)
     for line in ("one\n", "two\n"):

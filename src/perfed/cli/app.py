@@ -167,6 +167,14 @@ def _ending(console: Console, run: Any, json_wanted: bool) -> None:
         console.print(f'load     python -c "import perfed; print({load})"')
     if json_wanted:
         _print_json({"run": str(run.path), "methods": run.summary()})
+    _refuse_diverged(run.diverged)
+
+
+def _refuse_diverged(diverged: dict[str, str]) -> None:
+    """End with exit code 1 and one sentence where training diverged; what came to an end is kept and shown."""
+    if diverged:
+        sys.stderr.write("perfed: " + "; ".join(f"{method}: {why}" for method, why in diverged.items()) + "\n")
+        raise typer.Exit(1)
 
 
 @app.command(context_settings=_UNKNOWN)
@@ -185,13 +193,14 @@ def run(
     made, console = _configure(methods, config, sets, settings), _console(json, quiet)
     refuse_taken(out)
     from perfed import api
-    from perfed.training.experiment import create, prepare, train
+    from perfed.training.experiment import create, prepare
+    from perfed.training.train import train
 
     experiment = prepare(made)
     folder = create(experiment, out)
     with _interruptible(lambda: folder):
         _heading(console, folder, experiment)
-        train(experiment, folder, console)
+        train([experiment], [folder], console)
         _ending(_console(json), api.finish(folder), json)
 
 
@@ -278,6 +287,7 @@ def _compared(folder: Path, console: Console, json_wanted: bool) -> None:
     talk.print(f"\nreport   {folder / 'compare.md'}")
     if json_wanted:
         _print_json(result)
+    _refuse_diverged({method["method"]: method["diverged"] for method in result["methods"] if "diverged" in method})
 
 
 @app.command()
@@ -609,7 +619,7 @@ def check(
 ) -> None:
     """Run the contract tests on a method."""
     entry = catalog.find(file)
-    from perfed.contract.contract import check_method
+    from perfed.contract.runner import check_method
 
     console, results = _console(json), []
     for title, error in check_method(entry):

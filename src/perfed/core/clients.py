@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -10,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from perfed.core.errors import Problem
 
 SPLITS = ("train", "val", "test")
 
@@ -78,24 +75,3 @@ class Clients:
         put = lambda t: None if t is None else t.to(device)
         splits = {name: move(self.split(name)) for name in SPLITS}
         return replace(self, mean=put(self.mean), std=put(self.std), **splits)
-
-
-def alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two tensors, or two that are not there, are the same."""
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def join(several: Sequence[Clients]) -> Clients:
-    """The clients of several federations one after another; the same object where they are the same."""
-    first = several[0]
-    if all(other is first for other in several):
-        return first
-    for other in several:
-        if other.shape != first.shape or not alike(other.mean, first.mean) or not alike(other.std, first.std):
-            raise Problem("runs that train together need samples of one shape, normalised alike")
-    splits = {}
-    for name in SPLITS:
-        parts = [one.split(name) for one in several]
-        sizes = tuple(n for part in parts for n in part.size)
-        splits[name] = Split(torch.cat([p.x for p in parts]), torch.cat([p.y for p in parts]), sizes)
-    return replace(first, names=tuple(n for one in several for n in one.names), **splits)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from perfed.core.clients import Clients
-from perfed.core.model import Batch
-from perfed.core.random import derive, shuffle
+from perfed.core.random import derive
 from perfed.core.tree import leaves, tree_map
 
 CHUNK = 512  # samples per piece of an exact mean
-AT_ONCE = 2**18  # numbers that are made ready for a plain loop at once: they should stay in the cache
 
 
 @dataclass(frozen=True)
@@ -157,72 +154,3 @@ def refuse_other_form(before: Any, after: Any) -> None:
     """A carry keeps its form, or a batched engine would have to convert it."""
     if before != after:
         raise TypeError(f"step returned a carry of another form than it was given: {after}, not {before}")
-
-
-class ClientData(Data):
-    """The reference: one client, a plain loop."""
-
-    def __init__(
-        self,
-        clients: Clients,
-        index: int,
-        key: Tensor,
-        *,
-        batch_size: int,
-        epochs: int,
-        dtype: torch.dtype,
-        done: int | None = None,
-    ):
-        super().__init__(batch_size, epochs, done)
-        self.clients, self.index, self.key, self.dtype = clients, index, key, dtype
-        self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
-
-    def count(self, split: str) -> Tensor:
-        return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)
-
-    def _rows(self, split: str, rows: slice, key: Tensor) -> Batch:
-        source = self.clients.split(split)
-        return Batch(self.clients.ready(source.x[rows], self.dtype), source.y[rows], None, key)
-
-    def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
-        size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
-        key, total = plan.key(self.key, draw), plan.total(size)
-        if total == 0:
-            return
-        keys = iter(step_key(key, torch.arange(total, device=key.device)).unbind())
-        for epoch in range(-(-total // plan.batches(size))):
-            left = (total - epoch * plan.batches(size)) * plan.batch_size
-            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
-            for x, y in self._gathered(order, plan.batch_size):
-                yield Batch(x, y, None, next(keys))
-
-    def _gathered(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of these training samples, made ready many at a time: for small ones that is half the work."""
-        source = self.clients.train
-        some = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
-        for part in rows.split(some):
-            x = self.clients.ready(source.x.index_select(0, part), self.dtype)
-            yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
-
-    def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
-        before = form(carry)
-        plan = plan if self.done is None else plan.shortened(self.done, self.epochs)
-        for at, batches in enumerate(zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True)):
-            carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
-            if at == 0:
-                refuse_other_form(before, form(carry))
-        return carry
-
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
-        source = self.clients.split(split)
-        start, size = source.start[self.index], source.size[self.index]
-        total = None
-        for first in range(0, max(size, 1), CHUNK):
-            count = max(min(CHUNK, size - first), 0)
-            if count == 0:  # no samples: the right structure, filled with NaN
-                shape = fn(self._rows(split if len(source.y) else "train", slice(0, 1), self.key), given)
-                return tree_map(lambda t: torch.full_like(t, torch.nan), shape)
-            value = fn(self._rows(split, slice(start + first, start + first + count), self.key), given)
-            part = tree_map(lambda v, k=count: v * k, value)
-            total = part if total is None else tree_map(torch.add, total, part)
-        return tree_map(lambda t: t / size, total)

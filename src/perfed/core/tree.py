@@ -90,3 +90,31 @@ def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "value":
         return inside
     raise ValueError(f"unknown node {kind!r} in a saved state")
+
+
+def paths(tree: Any, root: str) -> list[str]:
+    """Return a name for every tensor of a tree, in the order of its leaves, such as 'state/velocity'."""
+    keyed = _pytree.tree_flatten_with_path(tree)[0]
+    words = lambda path: [str(getattr(part, "key", getattr(part, "idx", ""))) for part in path]
+    return ["/".join([root, *words(path)]) for path, _ in keyed]
+
+
+def first_not_finite(tree: Any, count: int, device: Any, root: str) -> tuple[Tensor, list[str]]:
+    """Find rows with numbers that are not finite, without waiting for the device.
+
+    Args:
+        tree: tensors [count, ...].
+        count: number of rows.
+        device: where the answer is wanted.
+        root: first part of the tensors' names.
+
+    Returns:
+        For each row the place of its first tensor that is not finite, -1 where all are; and the tensors' names.
+    """
+    first = torch.full((count,), -1, device=device)
+    for place, leaf in enumerate(leaves(tree)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            # The largest number of a row tells whether all are finite, in one look at each.
+            finite = torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
+            first = torch.where((first < 0) & ~finite, place, first)
+    return first, paths(tree, root)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from perfed.core.errors import Problem
 
 if TYPE_CHECKING:
-    from perfed.core.clients import Clients
-    from perfed.core.method import Method
-    from perfed.engines.base import Engine
+    from collections.abc import Sequence
+
+    from perfed.engines.base import Engine, Job
     from perfed.training.config import RunConfig
 
 ENGINES: dict[str, str] = {
@@ -66,17 +66,26 @@ def can_record(run: RunConfig, device: str) -> bool:
     return device.startswith("cuda") and run.fast and not run.compile and find_spec("triton") is not None
 
 
-def make_engine(name: str, method: Method, clients: Clients, run: RunConfig) -> Engine:
-    """An engine for one method."""
+def make_engine(name: str, jobs: Sequence[Job], run: RunConfig) -> Engine:
+    """An engine for one method in one or more runs."""
     from perfed.engines.local import Sequential
     from perfed.engines.vectorised import Vectorised
     from perfed.engines.workers import Workers
 
-    usual: dict[str, Any] = {"seed": run.seed, "train_scores": run.train_scores}
+    device = jobs[0].method.model.device
+    usual: dict[str, Any] = {"train_scores": run.train_scores, "memory": budget(run.state_memory, device)}
     if name == "workers":
-        return Workers(method, clients, workers=run.workers, **usual)
-    if name == "vectorised" and method.vectorised:
+        return Workers(*jobs, workers=run.workers, **usual)
+    if name == "vectorised" and jobs[0].method.vectorised:
         few = tuple(2**power for power in range(13)) if run.compile else ()  # every number of rows compiles anew
-        fast = can_record(run, str(method.model.device))
-        return Vectorised(method, clients, block=run.block, compile=run.compile, sizes=few, fast=fast, **usual)
-    return Sequential(method, clients, **usual)
+        fast = can_record(run, str(device))
+        return Vectorised(*jobs, block=run.block, compile=run.compile, sizes=few, fast=fast, **usual)
+    return Sequential(*jobs, **usual)
+
+
+def budget(megabytes: int, device: Any) -> tuple[int | None, ...]:
+    """Bytes of clients' states on each device: half of what a GPU has free, then the host's."""
+    import torch
+
+    host = megabytes * 10**6 or None
+    return (torch.cuda.mem_get_info(device)[0] // 2, host) if device.type == "cuda" else (host,)

@@ -2,36 +2,146 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from perfed.core.data import ClientData
+from perfed.core.clients import Clients
+from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, step_key
+from perfed.core.errors import Problem
 from perfed.core.messages import Down
-from perfed.core.method import State
-from perfed.core.random import derive
-from perfed.core.tree import rows, stack
-from perfed.engines.base import Asked, Engine, Task
+from perfed.core.method import Method
+from perfed.core.model import Batch
+from perfed.core.random import derive, shuffle
+from perfed.core.tree import rows, stack, tree_map
+from perfed.engines.base import Engine, Failure, Results, Training, Work
+
+AT_ONCE = 2**18  # numbers that are made ready for a plain loop at once: they should stay in the cache
 
 
 class Sequential(Engine):
-    """One client after another."""
+    """One client after another: the reference."""
 
     name = "sequential"
 
-    def one(
-        self, task: Task, key: Tensor, id: int, state: State, down: Down, done: int | None = None
-    ) -> dict[str, Any]:
-        """The task for one client."""
-        key, m = derive(key, id), self.method
-        dtype = m.model.dtype
-        data = ClientData(self.clients, id, key, batch_size=m.batch_size, epochs=m.epochs, dtype=dtype, done=done)
-        return task(state, down, data, key)
+    def _each(self, works: Sequence[Work]) -> list[Results]:
+        return [self._work(work) for work in works]
 
-    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
-        ids, states, down, done = asked
-        each = []
-        for row, id in enumerate(ids):
-            state, own = rows((states, down.own), row)
-            each.append(self.one(task, key, id, state, Down(down.shared, own), None if done is None else done[row]))
-        return stack(each)
+    def _work(self, work: Work) -> Results:
+        outcomes = []
+        for row, id in enumerate(work.ids):
+            state, own = rows((work.states, work.down.own), row)
+            done = None if work.done is None else work.done[row]
+            outcomes.append(self._attempt(work, id, state, Down(work.down.shared, own), done))
+        return self._gathered(work, outcomes)
+
+    def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
+        """Stack the results of clients; a client whose results cannot stand beside the others' is a failure.
+
+        An error that hits every client is the method's own and ends the run; one that hits some is theirs.
+        """
+        forms: list[Any] = [None if isinstance(out, Exception) else form({**out, "state": ()}) for out in outcomes]
+        whole = [each for each in forms if each is not None]
+        if not whole:
+            self.close()
+            error, name = outcomes[0], self.infos[work.run].names[work.ids[0]]
+            assert isinstance(error, Exception)
+            raise ClientError(f"client '{name}': {error}") if isinstance(error, ClientError) else error
+        usual = max(whole, key=whole.count)
+        failures: list[Failure] = []
+        kept: list[int] = []
+        for row, (id, out) in enumerate(zip(work.ids, outcomes, strict=True)):
+            if isinstance(out, Exception):
+                failures.append(Failure(id, reason_of(out)))
+            elif forms[row] != usual:
+                failures.append(Failure(id, "its upload has another form than the others'"))
+            else:
+                kept.append(row)
+        stacked = stack([outcomes[row] for row in kept])
+        return Results(stacked, kept if failures else None, tuple(failures))
+
+    def _attempt(self, work: Work, id: int, state: Any, down: Down, done: int | None) -> dict[str, Any] | Exception:
+        """Return the results of one client, or what it failed with; an evaluation has to come to an end."""
+        key, job = derive(work.key, id), self.jobs[work.run]
+        data = ClientData(job.clients, id, key, job.method, done)
+        try:
+            return work.task(state, down, data, key)
+        except Problem:
+            raise
+        except Exception as error:
+            if not isinstance(work.task, Training):
+                raise
+            return error
+
+
+class ClientError(RuntimeError):
+    """What a client failed with in another process: a sentence, behind whose first line a traceback may follow."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line what a client failed with."""
+    words = str(error) if isinstance(error, ClientError) else f"{type(error).__name__}: {error}"
+    return words.partition("\n")[0]
+
+
+class ClientData(Data):
+    """One client's samples, and plain loops over them."""
+
+    def __init__(self, clients: Clients, index: int, key: Tensor, method: Method, done: int | None = None):
+        super().__init__(method.batch_size, method.epochs, done)
+        self.clients, self.index, self.key, self.dtype = clients, index, key, method.model.dtype
+        self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
+
+    def count(self, split: str) -> Tensor:
+        return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)
+
+    def _rows(self, split: str, rows: slice, key: Tensor) -> Batch:
+        source = self.clients.split(split)
+        return Batch(self.clients.ready(source.x[rows], self.dtype), source.y[rows], None, key)
+
+    def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
+        size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
+        key, total = plan.key(self.key, draw), plan.total(size)
+        if total == 0:
+            return
+        keys = iter(step_key(key, torch.arange(total, device=key.device)).unbind())
+        for epoch in range(-(-total // plan.batches(size))):
+            left = (total - epoch * plan.batches(size)) * plan.batch_size
+            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
+            for x, y in self._gathered(order, plan.batch_size):
+                yield Batch(x, y, None, next(keys))
+
+    def _gathered(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of these training samples, made ready many at a time: for small ones that is half the work."""
+        source = self.clients.train
+        some = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
+        for part in rows.split(some):
+            x = self.clients.ready(source.x.index_select(0, part), self.dtype)
+            yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
+
+    def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
+        before = form(carry)
+        plan = plan if self.done is None else plan.shortened(self.done, self.epochs)
+        for step_index, batches in enumerate(
+            zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True)
+        ):
+            carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
+            if step_index == 0:
+                refuse_other_form(before, form(carry))
+        return carry
+
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+        source = self.clients.split(split)
+        start, size = source.start[self.index], source.size[self.index]
+        total = None
+        for first in range(0, max(size, 1), CHUNK):
+            count = max(min(CHUNK, size - first), 0)
+            if count == 0:  # no samples: the right structure, filled with NaN
+                shape = fn(self._rows(split if len(source.y) else "train", slice(0, 1), self.key), given)
+                return tree_map(lambda t: torch.full_like(t, torch.nan), shape)
+            value = fn(self._rows(split, slice(start + first, start + first + count), self.key), given)
+            part = tree_map(lambda v, k=count: v * k, value)
+            total = part if total is None else tree_map(torch.add, total, part)
+        return tree_map(lambda t: t / size, total)

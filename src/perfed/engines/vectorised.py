@@ -1,15 +1,15 @@
 """A cohort is one computation: vmap of `local` over a block of clients.
 
 `local` is written for one client, and `blocks` runs its loops for all clients of a block at once. Here a cohort is cut
-into blocks, and put together again; several runs that are alike share them.
+into blocks, and put together again; the cohorts of several runs that are alike share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +18,22 @@ from torch.func import vmap
 from perfed.accel.autotune import prepared
 from perfed.accel.fast import fast as with_kernels
 from perfed.accel.fast import use_kernels
-from perfed.core.clients import SPLITS, Clients, alike, join
+from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import PERSONALISE, TRAIN, derive
+from perfed.core.random import derive
 from perfed.core.tree import integers, tree_map
-from perfed.engines.base import Asked, Engine, Evaluation, Scores, Task, Training, Uploads, uploads
+from perfed.engines.base import Engine, Job, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 
-if TYPE_CHECKING:
-    from perfed.accel.loops import Recorder
 
-
-def _recorder() -> Recorder:
+def recorder() -> Any:
+    """Make a recorder of steps."""
     from perfed.accel.loops import Recorder  # needs Triton
 
+    use_kernels()
     return Recorder()
 
 
@@ -45,180 +44,184 @@ class Vectorised(Engine):
 
     def __init__(
         self,
-        method: Method,
-        clients: Clients,
-        *,
+        *jobs: Job,
         block: int = 0,
         compile: bool | str = False,
         sizes: Sequence[int] = (),
-        fast: bool = False,  # kernels for whole cohorts, and recorded steps
+        fast: bool = False,
         **options: Any,
     ):
-        super().__init__(method, clients.to(method.model.device), **options)
-        self.block = block  # clients per block; 0 is the whole cohort
-        self.runner = Runner(compile, tuple(sorted(sizes)), _recorder() if fast else None)
-        if fast:
-            use_kernels()
+        """Make an engine.
+
+        Args:
+            jobs: the runs that it serves, alike but for their seeds and learning rates.
+            block: clients per block; 0 is the whole cohort.
+            compile: compile steps with torch.compile; text names its backend.
+            sizes: allowed numbers of rows of a step; empty: any.
+            fast: use kernels for whole cohorts, and recorded steps.
+            options: those of every engine.
+        """
+        self.fast, self.block = fast, block
+        super().__init__(*jobs, **options)
+        self.clients, self.offsets = self._one_table()
+        self.runner = Runner(compile, tuple(sorted(sizes)), recorder() if fast else None)
+        _refuse_unlike(self.jobs)
+        self.method.model.seeds = tuple(job.method.seed for job in self.jobs)
+        for seed in self.method.model.seeds:
+            self.method.model.init(seed)  # inside a batch no network can be built
         for split in SPLITS:
             y = self.clients.split(split).y
-            if fast and len(y) and not 0 <= int(y.min()) <= int(y.max()) < clients.classes:  # kernels do not look
-                raise Problem(f"a label of the {split} samples is not one of the {clients.classes} classes")
+            known = not len(y) or 0 <= int(y.min()) <= int(y.max()) < self.clients.classes
+            if fast and not known:  # kernels do not look
+                raise Problem(f"a label of the {split} samples is not one of the {self.clients.classes} classes")
+
+    def _one_table(self) -> tuple[Clients, list[int]]:
+        """Lay the clients of all runs into one table; returns it, and each run's first place in it."""
+        device = self.method.model.device
+        tables = [job.clients for job in self.jobs]
+        if all(_same_samples(table, tables[0]) for table in tables):
+            table = tables[0].to(device)
+            self.jobs = [replace(job, clients=table) for job in self.jobs]
+            return table, [0 for _ in self.jobs]
+        table = join(tables).to(device)
+        offsets = [0, *accumulate(len(clients) for clients in tables)]
+        parts = [part(table, begin, end) for begin, end in pairwise(offsets)]
+        self.jobs = [replace(job, clients=clients) for job, clients in zip(self.jobs, parts, strict=True)]
+        return table, offsets[:-1]
 
     @property
     def useful(self) -> float:
         """Share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
-    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
-        return self._all([Part(self, task, key, asked)])[0]
+    def _each(self, works: Sequence[Work]) -> list[Results]:
+        """Return results of every piece of work; the clients of all runs are rows of the same blocks."""
+        if not works:
+            return []
+        size = [self.jobs[work.run].clients.train.size for work in works]
+        order = [(place, row) for place, work in enumerate(works) for row in range(len(work.ids))]
+        order.sort(key=lambda pair: -size[pair[0]][works[pair[0]].ids[pair[1]]])  # alike clients share a block
+        step = self.block or len(order)
+        blocks = [order[first : first + step] for first in range(0, len(order), step)]
+        out = [self._block(works, block) for block in blocks]
+        joined = tree_map(lambda *parts: parts[0] if len(parts) == 1 else torch.cat(parts), *out)
+        if len(works) == 1 and order == sorted(order):
+            return [Results(joined)]
+        results = []
+        for place, work in enumerate(works):
+            position = {row: where for where, (owner, row) in enumerate(order) if owner == place}
+            back = self._send([position[row] for row in range(len(work.ids))])
+            results.append(Results(tree_map(lambda tensor, back=back: tensor.index_select(0, back), joined)))
+        return results
 
-    def _all(self, parts: Sequence[Part], clients: Clients | None = None) -> list[dict[str, Any]]:
-        """Results of every part; the clients of all parts are rows of the same blocks."""
-        size = [part.engine.clients.train.size for part in parts]
-        rows = [(at, row) for at, part in enumerate(parts) for row in range(len(part.ids))]
-        rows.sort(key=lambda r: -size[r[0]][parts[r[0]].ids[r[1]]])  # alike clients share a block
-        step = self.block or len(rows)
-        blocks = [rows[first : first + step] for first in range(0, len(rows), step)]
-        clients = clients or self.clients
-        out = [self._block(parts, block, clients) for block in blocks]
-        joined = tree_map(lambda *t: t[0] if len(t) == 1 else torch.cat(t), *out)
-        if len(parts) == 1 and rows == sorted(rows):
-            return [joined]
-        found = []
-        for at, part in enumerate(parts):
-            place = {row: k for k, (p, row) in enumerate(rows) if p == at}
-            back = self._send([place[row] for row in range(len(part.ids))])
-            found.append(tree_map(lambda t, b=back: t.index_select(0, b), joined))
-        return found
-
-    def _rate(self, batch: Batch, models: dict[str, Tensor]) -> Any:
+    def _rate(self, method: Method, batch: Batch, models: dict[str, Tensor]) -> Any:
         if self.runner.recorder is None:
-            return super()._rate(batch, models)
+            return super()._rate(method, batch, models)
         with with_kernels():  # a block of one: the same kernels
-            one = lambda x, y: self.method.rate(Batch(x, y, None, batch.key), models)
-            return tree_map(lambda t: t[0], prepared(lambda: vmap(one)(batch.x[None], batch.y[None])))
+            client = lambda x, y: method.rate(Batch(x, y, None, batch.key), models)
+            return tree_map(lambda t: t[0], prepared(lambda: vmap(client)(batch.x[None], batch.y[None])))
 
     def _send(self, numbers: Sequence[int]) -> Tensor:
         return integers(numbers, self.method.model.device)
 
-    def _block(self, parts: Sequence[Part], rows: list[tuple[int, int]], clients: Clients) -> dict[str, Any]:
-        m, task = self.method, parts[0].task
-        ids = [parts[at].ids[row] for at, row in rows]
-        held = tuple(parts[at].offset + parts[at].ids[row] for at, row in rows)  # where their samples are
-        where, whose = self._send(ids), self._send([at for at, _ in rows])
-        first = [0, *accumulate(len(part.ids) for part in parts)]
-        row = self._send([first[at] + row for at, row in rows])  # of all parts' rows, one after another
-        kept = len(parts) == 1 and rows == [(0, at) for at in range(len(parts[0].ids))]  # nothing to sort
-        pick = lambda t: t if kept else t.index_select(0, row)
+    def _block(self, works: Sequence[Work], rows: list[tuple[int, int]]) -> dict[str, Any]:
+        jobs = [self.jobs[work.run] for work in works]
+        method, task = jobs[0].method, works[0].task
+        ids = [works[place].ids[row] for place, row in rows]
+        # Where their samples are in the table of all runs.
+        table = tuple(self.offsets[works[place].run] + works[place].ids[row] for place, row in rows)
+        where, whose = self._send(ids), self._send([place for place, _ in rows])
+        first = [0, *accumulate(len(work.ids) for work in works)]
+        order = self._send([first[place] + row for place, row in rows])  # of all runs' rows, one after another
+        sorted_already = len(works) == 1 and rows == [(0, row) for row in range(len(works[0].ids))]
+        pick = lambda tensor: tensor if sorted_already else tensor.index_select(0, order)
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
-        done = [parts[at].finishes(row) for at, row in rows] if any(part.asked.done for part in parts) else None
-        block = Block(clients, held, self._send(held), self.runner, m.model.dtype, m.epochs, done)
-        states, own = take([part.asked.states for part in parts]), take([part.asked.down.own for part in parts])
-        keys = derive(torch.stack([part.key for part in parts]).index_select(0, whose), where)
-        varied = {k: v.index_select(0, whose) for k, v in _varied([p.engine.method for p in parts]).items()}
-        shared = parts[0].asked.down.shared  # the same for all rows, where there is one part
-        if len(parts) > 1:
-            shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(p.asked.down.shared for p in parts))
+        finishes = lambda work, row: work.done[row] if work.done else method.epochs
+        done = [finishes(works[place], row) for place, row in rows] if any(work.done for work in works) else None
+        block = Block(self.clients, table, self._send(table), self.runner, method.model.dtype, method.epochs, done)
+        states, own = take([work.states for work in works]), take([work.down.own for work in works])
+        keys = derive(torch.stack([work.key for work in works]).index_select(0, whose), where)
+        varied = {name: values.index_select(0, whose) for name, values in _varied(jobs).items()}
+        shared = works[0].down.shared  # for all rows, where there is one run
+        if len(works) > 1:
+            shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(work.down.shared for work in works))
 
-        def one(
+        def client(
             state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], done: Any, shared: Any
         ) -> Any:
-            mine = task._replace(method=holding(m, varied))
-            return mine(state, Down(shared, own), BlockData(block, key, size, m.batch_size, m.epochs, done), key)
+            mine = task._replace(method=holding(method, varied))
+            data = BlockData(block, key, size, method.batch_size, method.epochs, done)
+            return mine(state, Down(shared, own), data, key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
-        dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(parts) == 1 else 0)
-        each = None if done is None else self._send(done)
-        return vmap(one, in_dims=dims)(states, own, keys, sizes, varied, each, shared)
+        dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(works) == 1 else 0)
+        epochs = None if done is None else self._send(done)
+        return vmap(client, in_dims=dims)(states, own, keys, sizes, varied, epochs, shared)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one run asks for: its method's work for some clients."""
-
-    engine: Engine
-    task: Any
-    key: Tensor
-    asked: Asked
-    offset: int = 0  # of this run's clients among those of all runs
-
-    @property
-    def ids(self) -> Sequence[int]:
-        return self.asked.ids
-
-    def finishes(self, row: int) -> int:
-        """The epochs that a client finishes."""
-        return self.asked.done[row] if self.asked.done else self.engine.method.epochs
+def join(several: Sequence[Clients]) -> Clients:
+    """Put the clients of several federations one after another."""
+    first = several[0]
+    for other in several:
+        if other.shape != first.shape or not _alike(other.mean, first.mean) or not _alike(other.std, first.std):
+            raise Problem("runs that train together need samples of one shape, normalised alike")
+    splits = {}
+    for name in SPLITS:
+        parts = [clients.split(name) for clients in several]
+        sizes = tuple(size for part in parts for size in part.size)
+        splits[name] = Split(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), sizes)
+    return replace(first, names=tuple(name for clients in several for name in clients.names), **splits)
 
 
-class Together:
-    """Several runs of one experiment, alike but for their seeds or learning rates, whose cohorts train as one."""
+def part(clients: Clients, first: int, last: int) -> Clients:
+    """Return the clients from `first` to before `last`; their samples stay where they are."""
 
-    def __init__(self, engines: Sequence[Vectorised]):
-        self.engines, self.first = list(engines), engines[0]
-        self._refuse_others()
-        same = all(_same_samples(engine.clients, self.first.clients) for engine in engines)
-        self.clients = self.first.clients if same else join([engine.clients for engine in engines])
-        counts = [0 if same else len(engine.clients) for engine in engines]
-        self.offsets = [0, *accumulate(counts)][:-1]
-        self.seeds = tuple(engine.method.seed for engine in engines)
-        for seed in self.seeds:
-            self.first.method.model.init(seed)  # inside a batch no network can be built
+    def cut(split: Split) -> Split:
+        begin, size = sum(split.size[:first]), split.size[first:last]
+        rows = slice(begin, begin + sum(size))
+        return Split(split.x[rows], split.y[rows], size)
 
-    def _refuse_others(self) -> None:
-        """What must be the same in all runs."""
-        method, model = self.first.method, self.first.method.model
-        for other in self.engines:
-            theirs = other.method.model
-            if _name(other.method) != _name(method) or other.wire is not self.first.wire:
-                raise Problem("runs that train together need the same method and the same treatment of uploads")
-            if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
-                raise Problem("runs that train together need the same network, on one device")
-        _varied([engine.method for engine in self.engines])
-
-    def _parts(self, tasks: Sequence[Any], keys: Sequence[Tensor], asked: Sequence[Asked]) -> list[Part]:
-        self.first.method.model.seeds = self.seeds
-        rows = zip(self.engines, tasks, keys, asked, self.offsets, strict=True)
-        return [Part(engine, task, key, ask, offset) for engine, task, key, ask, offset in rows]
-
-    def train(self, round: int, exchange: int, asked: Sequence[Asked]) -> list[tuple[State, Uploads]]:
-        """One exchange of every run."""
-        tasks = [Training(self.first.method, engine.wire) for engine in self.engines]
-        keys = [engine.key(TRAIN, round, exchange) for engine in self.engines]
-        return [uploads(out) for out in self.first._all(self._parts(tasks, keys, asked), self.clients)]
-
-    def evaluate(self, round: int, asked: Sequence[Asked], keep: bool = False, full: bool = False) -> list[Scores]:
-        """Every run's models and their scores."""
-        full = full and self.first.method.usual
-        tasks = [Evaluation(self.first.method, self.first.splits, keep or full) for _ in self.engines]
-        keys = [engine.key(PERSONALISE, round) for engine in self.engines]
-        found = self.first._all(self._parts(tasks, keys, asked), self.clients)
-        rows = zip(self.engines, found, asked, strict=True)
-        return [engine.scored(out, one.ids, keep, full) for engine, out, one in rows]
+    splits = {name: cut(clients.split(name)) for name in SPLITS}
+    return replace(clients, names=clients.names[first:last], **splits)
 
 
-def _name(method: Method) -> tuple[str, str]:
-    return type(method).__module__, type(method).__qualname__  # a user's file is a new class each time it is read
+def _alike(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return True if two tensors are equal, or both are missing."""
+    return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 
-def _same_samples(one: Clients, two: Clients) -> bool:
-    if one is two:
+def _same_samples(first: Clients, second: Clients) -> bool:
+    if first is second:
         return True
-    if not alike(one.mean, two.mean) or not alike(one.std, two.std):
+    if not _alike(first.mean, second.mean) or not _alike(first.std, second.std):
         return False
-    pairs = [(one.split(name), two.split(name)) for name in SPLITS]
+    pairs = [(first.split(name), second.split(name)) for name in SPLITS]
     return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)
 
 
-def _varied(methods: Sequence[Method]) -> dict[str, Tensor]:
-    """The settings in which these differ, one number for each; refuses what cannot differ inside one batch."""
-    first, out = methods[0], {}
-    for f in fields(first):
-        values = [getattr(m, f.name) for m in methods]
-        if f.name == "model" or all(v == values[0] for v in values):
+def _refuse_unlike(jobs: Sequence[Job]) -> None:
+    """Refuse runs that cannot be rows of the same blocks."""
+    method, model = jobs[0].method, jobs[0].method.model
+    # By name: a user's file is a new class each time it is read.
+    name = lambda method: (type(method).__module__, type(method).__qualname__)
+    for job in jobs:
+        theirs = job.method.model
+        if name(job.method) != name(method) or type(job.wire) is not type(jobs[0].wire):
+            raise Problem("runs that train together need the same method and the same treatment of uploads")
+        if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
+            raise Problem("runs that train together need the same network, on one device")
+    _varied(jobs)
+
+
+def _varied(jobs: Sequence[Job]) -> dict[str, Tensor]:
+    """Return the settings in which these runs differ, one number for each; refuse what cannot differ in one batch."""
+    method, out = jobs[0].method, {}
+    for field in fields(method):
+        values = [getattr(job.method, field.name) for job in jobs]
+        if field.name == "model" or all(value == values[0] for value in values):
             continue
-        if f.name not in ("seed", "lr"):
-            raise Problem(f"runs that train together may differ in seed and lr only, not in {f.name}")
-        kind = torch.int64 if f.name == "seed" else first.model.dtype
-        out[f.name] = torch.tensor(values, dtype=kind, device=first.model.device)
+        if field.name not in ("seed", "lr"):
+            raise Problem(f"runs that train together may differ in seed and lr only, not in {field.name}")
+        kind = torch.int64 if field.name == "seed" else method.model.dtype
+        out[field.name] = torch.tensor(values, dtype=kind, device=method.model.device)
     return out

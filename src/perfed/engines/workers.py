@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from torch import Tensor
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.tree import pack, rows, stack, tree_map, unpack
-from perfed.engines.base import Asked, Evaluation, Task, Training, Values
-from perfed.engines.local import Sequential
+from perfed.engines.base import Evaluation, Job, Results, Task, Training, Work
+from perfed.engines.local import ClientError, Sequential
 
 
 def cores() -> int:
@@ -88,7 +88,7 @@ class _Worker:
         context = multiprocessing.get_context("fork")
         self.pipe, end = context.Pipe()
         self.inbox, self.outbox = Memory(), Memory()
-        parents = [w.pipe for w in others] + [self.pipe]
+        parents = [worker.pipe for worker in others] + [self.pipe]
         self.process = context.Process(target=_serve, args=(engine, end, parents, self.inbox, self.outbox), daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads is what this engine is about
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -101,104 +101,155 @@ class _Worker:
     def receive(self) -> dict[str, Any]:
         return json.loads(self.pipe.recv_bytes())
 
+    def close(self) -> None:
+        """End the process and give its memory back; what was read stays valid."""
+        self.pipe.close()
+        self.inbox.close()
+        self.outbox.close()
+        self.process.join(timeout=5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+class Assignment(NamedTuple):
+    """One thing for a worker to do."""
+
+    message: dict[str, Any]
+    tensors: Callable[[], Any]  # what goes with the message, made when a worker is free
+
 
 class Workers(Sequential):
-    """Sequential, spread over processes; the result does not depend on how many or on who finishes first."""
+    """One single-threaded process per core, clients shared out as they finish."""
 
     name = "workers"
 
-    def __init__(self, *args: Any, workers: int = 0, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, *jobs: Job, workers: int = 0, **options: Any):
+        super().__init__(*jobs, **options)
         self.count = workers or cores()
         self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
-    def _each(self, task: Task, key: Tensor, asked: Asked) -> dict[str, Any]:
-        ids, states, down, done = asked
-        size = self.clients.train.size
-        order = sorted(range(len(ids)), key=lambda row: -size[ids[row]])  # the largest is taken first
+    def _work(self, work: Work) -> Results:
+        training = isinstance(work.task, Training)
+        size = self.jobs[work.run].clients.train.size
+        order = sorted(range(len(work.ids)), key=lambda row: -size[work.ids[row]])  # the largest is taken first
         # Clients that only predict are quick: several go together.
-        some = max(1, len(ids) // (4 * self.count)) if isinstance(task, Evaluation) else 1
-        groups = [order[first : first + some] for first in range(0, len(order), some)]
-        how = {"task": _describe(task), "key": int(key)}
-        whose = lambda g: {"ids": [ids[row] for row in g], "done": None if done is None else [done[row] for row in g]}
-        jobs = [({**how, **whose(g)}, lambda g=g: rows((states, down.own), g)) for g in groups]
-        found = self._spread(down.shared, jobs)
-        back = torch.tensor([row for group in groups for row in group]).argsort()
-        return tree_map(lambda *t: torch.cat(t)[back], *found)
+        together = 1 if training else max(1, len(work.ids) // (4 * self.count))
+        groups = [order[first : first + together] for first in range(0, len(order), together)]
+        about = {"run": work.run, "key": int(work.key), "task": _describe(work.task)}
+        assignments = []
+        for group in groups:
+            done = None if work.done is None else [work.done[row] for row in group]
+            message = {**about, "ids": [work.ids[row] for row in group], "done": done}
+            assignments.append(Assignment(message, lambda group=group: rows((work.states, work.down.own), group)))
+        answers = self._spread(work.down.shared, assignments, training)
+        if not training:
+            back = torch.tensor([row for group in groups for row in group]).argsort()
+            return Results(tree_map(lambda *parts: torch.cat(parts)[back], *answers))
+        outcomes: list[Any] = [None] * len(work.ids)
+        for (row,), answer in zip(groups, answers, strict=True):
+            outcomes[row] = answer if isinstance(answer, Exception) else rows(answer, 0)
+        return self._gathered(work, outcomes)
 
-    def _score(self, models: dict[str, Tensor], full: bool) -> list[Any]:
-        return self._spread(models, [({"piece": (full, *piece)}, tuple) for piece in self._pieces])
+    def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Any]) -> list[Any]:
+        message = lambda piece: {"run": run, "piece": (full, *piece)}
+        return self._spread(models, [Assignment(message(piece), tuple) for piece in pieces])
 
-    def judge(self, ids: Sequence[int], models: dict[str, Tensor]) -> Values:
-        some = -(-len(ids) // (4 * self.count))
-        groups = [slice(first, first + some) for first in range(0, len(ids), some)]
-        found = self._spread((), [({"judge": list(ids[g])}, lambda g=g: rows(models, g)) for g in groups])
-        return tree_map(lambda *t: torch.cat(t), *found)
+    def _full_scores(self, run: int, ids: Sequence[int], models: dict[str, Tensor]) -> dict[str, Any]:
+        size = -(-len(ids) // (4 * self.count))
+        groups = [slice(first, first + size) for first in range(0, len(ids), size)]
+        message = lambda group: {"run": run, "full_scores": list(ids[group])}
+        assignments = [Assignment(message(group), lambda group=group: rows(models, group)) for group in groups]
+        return tree_map(lambda *parts: torch.cat(parts), *self._spread((), assignments))
 
-    def _spread(self, shared: Any, jobs: list[tuple[dict[str, Any], Callable[[], Any]]]) -> list[Any]:
-        """What the workers make of the jobs, each a message and what makes its tensors; `shared` is for all."""
+    def _spread(self, shared: Any, assignments: list[Assignment], forgiving: bool = False) -> list[Any]:
+        """Let the workers do all assignments; `shared` goes to every worker.
+
+        Args:
+            shared: tensors for all.
+            assignments: what to do.
+            forgiving: return the error of an assignment that failed in place of its result.
+
+        Returns:
+            The results, in the order of the assignments.
+        """
         self.shared = self.shared or Memory()  # before the workers: they inherit it
         while len(self.workers) < self.count:
             self.workers.append(_Worker(self, self.workers))
         note = self.shared.write(shared)
-        waiting = list(range(len(jobs)))[::-1]
-        found: list[Any] = [None] * len(jobs)
+        waiting = list(range(len(assignments)))[::-1]
+        results: list[Any] = [None] * len(assignments)
         busy: dict[Connection, tuple[_Worker, int]] = {}
 
         def hand_out(worker: _Worker) -> None:
             if waiting:
-                job = waiting.pop()
-                message, tensors = jobs[job]
+                place = waiting.pop()
+                message, tensors = assignments[place]
                 worker.send({**message, "shared": note, "note": worker.inbox.write(tensors())})
-                busy[worker.pipe] = (worker, job)
+                busy[worker.pipe] = (worker, place)
 
         for worker in self.workers:
             hand_out(worker)
         while busy:
             for pipe in wait(list(busy)):
-                worker, job = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
+                worker, place = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
                 try:
                     answer = worker.receive()
                 except (EOFError, ConnectionResetError):
+                    results[place] = ClientError("its worker process died (out of memory?)")
+                    worker = self._replace(worker)
+                else:
+                    results[place] = self._result(worker, answer)
+                if isinstance(results[place], Problem) or (not forgiving and isinstance(results[place], Exception)):
                     self.close()
-                    names = [self.clients.names[id] for id in jobs[job][0].get("ids", [])]
-                    who = f"trained client {names[0]}" if names else "evaluated"
-                    raise RuntimeError(f"the worker process that {who} died (out of memory?)") from None
-                if "error" in answer:
-                    self.close()
-                    raise (Problem if answer["problem"] else RuntimeError)(answer["error"])
-                found[job] = tree_map(torch.clone, worker.outbox.read(answer))
+                    raise results[place]
                 hand_out(worker)
-        return found
+        return results
+
+    def _result(self, worker: _Worker, answer: dict[str, Any]) -> Any:
+        if "error" in answer:
+            return (Problem if answer["problem"] else ClientError)(answer["error"])
+        return tree_map(torch.clone, worker.outbox.read(answer))
+
+    def _replace(self, dead: _Worker) -> _Worker:
+        place = self.workers.index(dead)
+        dead.close()
+        self.workers[place] = _Worker(self, [worker for worker in self.workers if worker is not dead])
+        return self.workers[place]
 
     def answer(self, message: dict[str, Any], shared: Any, tensors: Any) -> Any:
-        """What a worker makes of a job."""
+        """Return what a worker makes of an assignment."""
+        run = message["run"]
         if "piece" in message:
-            return self.score_piece(shared, *message["piece"])
-        if "judge" in message:
-            return super().judge(message["judge"], tensors)
-        how, key = message["task"], torch.tensor(message["key"])
-        task = Evaluation(self.method, tuple(how["splits"]), how["keep"]) if how else Training(self.method, self.wire)
-        each, done = [], message["done"]
-        for row, id in enumerate(message["ids"]):
+            return self._score_piece(run, shared, *message["piece"])
+        if "full_scores" in message:
+            return super()._full_scores(run, message["full_scores"], tensors)
+        job, about, done = self.jobs[run], message["task"], message["done"]
+        task = Training(job.method, job.wire)
+        if about:
+            task = Evaluation(job.method, tuple(about["splits"]), about["keep"])
+        work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
+        each = []
+        for row, id in enumerate(work.ids):
             state, own = rows(tensors, row)
-            each.append(self.one(task, key, id, state, Down(shared, own), done and done[row]))
+            each.append(self._attempt(work, id, state, Down(shared, own), done and done[row]))
+        if errors := [outcome for outcome in each if isinstance(outcome, Exception)]:
+            raise errors[0]
         return stack(each)
 
     def close(self) -> None:
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
-            worker.inbox.close()
-            worker.outbox.close()
-            worker.process.join(timeout=5)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.close()
         if self.shared is not None:
             self.shared.close()
         self.workers, self.shared = [], None
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
 
 
 def _describe(task: Task) -> dict[str, Any]:
@@ -221,14 +272,14 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
         except (EOFError, ConnectionResetError):
             return
         try:
-            found = engine.answer(message, shared.read(message["shared"]), inbox.read(message["note"]))
-            answer = outbox.write(found)
+            result = engine.answer(message, shared.read(message["shared"]), inbox.read(message["note"]))
+            answer = outbox.write(result)
         except Exception as error:
             if "fork-based multiprocessing" in str(error):
                 error = Problem(
                     "where there is a GPU, 'workers' cannot start once this process has trained: use another engine"
                 )
-            text = str(error) if isinstance(error, Problem) else f"{error}\n{traceback.format_exc()}"
+            text = str(error) if isinstance(error, Problem) else _told(error)
             answer = {"error": text, "problem": isinstance(error, Problem)}
         try:
             pipe.send_bytes(json.dumps(answer).encode())

@@ -9,6 +9,7 @@ from torch import nn
 
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.report.tables import markdown
@@ -35,7 +36,7 @@ def measured(entry: Entry) -> dict[str, Any]:
     split = Split(x, torch.randint(0, CLASSES, (len(x),), generator=draw), (8,) * COHORT)
     clients = Clients(tuple("abcd"), split, split, split, CLASSES)
     settings = {"epochs": 1, "lr": 0.01, "cohort": COHORT} | ({"warmup": 0} if "warmup" in entry.fields else {})
-    federation = Federation(Sequential(entry.load()(Model(network), **settings), clients))
+    federation = Federation(Sequential(Job(entry.load()(Model(network), **settings), clients)))
     before = (0, 0)
     for _ in range(ROUNDS):
         before = federation.traffic.down, federation.traffic.up

@@ -33,6 +33,7 @@ def signed(value: float | None) -> str:
 
 HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
 ON_TERMINAL = 9  # the first columns: what fits into 80 characters
+NAMED = 3  # refused uploads that are named below a table
 
 
 def lines(run: Run) -> list[tuple[str, ...]]:
@@ -47,7 +48,8 @@ def lines(run: Run) -> list[tuple[str, ...]]:
             better = (known, signed(gain["mean"]), "n/a" if gain["p"] is None else f"{gain['p']:.3f}")
         *better, p = better
         tail = (size(sent["down"]), size(sent["up"]), p, f"{one['seconds']:.1f} s")
-        out.append((one["title"], one["evaluates"], *accuracy, *better, *tail))
+        title = one["title"] + " (diverged)" * bool(one["diverged"])
+        out.append((title, one["evaluates"], *accuracy, *better, *tail))
         for name, other in one["others"].items():
             cells = [score(other[k]) for k in ("mean", "weighted", "worst10")]
             out.append((f"  {name}", "", *cells, "", "", "", "", "", ""))
@@ -55,7 +57,11 @@ def lines(run: Run) -> list[tuple[str, ...]]:
 
 
 def remarks(methods: list[dict[str, Any]]) -> list[str]:
-    """What no client sent or received, and how often clients failed; one line for all methods that failed alike."""
+    """Return sentences to stand below a table: what its numbers do not say.
+
+    Bytes between servers, clients that failed (one line for all methods that failed alike), uploads that were not used,
+    and training that diverged.
+    """
     said = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     found = [(one["title"], one["bytes"]["extra"]) for one in methods if one["bytes"]["extra"]]
     lines = [f"{title} between servers, in neither down nor up: {said(extra)}" for title, extra in found]
@@ -63,7 +69,18 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     for one in methods:
         if one.get("faults"):
             failed.setdefault(in_words(one["faults"]), []).append(one["title"])
-    return lines + [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
+    lines += [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
+    lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
+    return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]
+
+
+def refusals(refused: dict[str, Any]) -> str:
+    """Return how many uploads were not used, and of the first ones who sent them and why they were refused."""
+    count, known = refused["count"], refused["first"][:NAMED]
+    what = lambda refusal: f"{refusal['tensor']}: {refusal['reason']}" if refusal["tensor"] else refusal["reason"]
+    named = "; ".join(f"client '{each['client']}' in round {each['round']} ({what(each)})" for each in known)
+    more = f"; {count - len(known)} more in rounds.jsonl" if count > len(known) else ""
+    return f"{count} upload{'s' * (count > 1)} not used: {named}{more}"
 
 
 def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: int | None = None) -> Table:

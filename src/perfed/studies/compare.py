@@ -66,12 +66,12 @@ def carry_out(folder: Path, console: Console) -> dict[str, Any]:
     places = [folder / f"seed_{seed}" for seed in seeds]
     if _batched(config):
         console.print(f"seeds {', '.join(map(str, seeds))} in one batch", highlight=False)
-        runs = api.together(seeded, places, console)
+        runs = api.carry_out(seeded, places, console)
     else:  # one after another: only one seed's data are in memory
         runs = []
         for seed, one, place in zip(seeds, seeded, places, strict=True):
             console.print(f"seed {seed}")
-            runs += api.together([one], [place], console)
+            runs += api.carry_out([one], [place], console)
     result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
     files.write_json(folder / "result.json", result)
     text = f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
@@ -113,6 +113,11 @@ def _one(runs: list[Run], method: str) -> dict[str, Any]:
     failed = [one["faults"] for one in each]
     if all(failed):
         about["faults"] = {key: sum(one[key] for one in failed) for key in failed[0]}
+    if refused := [one["refused"] for one in each if one["refused"]]:
+        first = [refusal for one in refused for refusal in one["first"]]
+        about["refused"] = {"count": sum(one["count"] for one in refused), "first": first}
+    if diverged := [one["diverged"] for one in each if one["diverged"]]:
+        about["diverged"] = f"{len(diverged)} of {len(each)} seeds: {diverged[0]}"
     return {**about, "seconds": seconds, "runs": [one["run"] for one in each]}
 
 
@@ -136,5 +141,6 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
         if gain is not None:
             p = "n/a" if gain["p"] is None else f"{gain['p']:.3g}"
             versus = (signed(gain["mean"]), str(gain["better"]), str(gain["worse"]), p)
-        out.append((one["title"], *cells, *versus, size(one["bytes"]["down"]), size(one["bytes"]["up"])))
+        title = one["title"] + " (diverged)" * ("diverged" in one)
+        out.append((title, *cells, *versus, size(one["bytes"]["down"]), size(one["bytes"]["up"])))
     return out

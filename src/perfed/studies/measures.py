@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from perfed.core.errors import Problem
-from perfed.core.messages import count_bytes
 from perfed.core.tree import leaves
+from perfed.federation.traffic import count_bytes
 from perfed.training import catalog
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
@@ -258,6 +258,7 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
     import torch
 
     from perfed.core.clients import Clients, Split
+    from perfed.engines.base import Job
     from perfed.engines.local import Sequential
     from perfed.federation.federation import Federation
     from perfed.report.methods import CLASSES, FEATURES, network
@@ -276,7 +277,7 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     try:
-        Federation(Sequential(method, Clients(names, split(train), split(val), split(4), CLASSES))).step()
+        Federation(Sequential(Job(method, Clients(names, split(train), split(val), split(4), CLASSES)))).step()
     finally:
         torch.set_num_threads(threads)
     return np.maximum(counted.seen, 0) / many

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from perfed import wire
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import checked, convert, hyper
 from perfed.training import catalog
@@ -101,6 +102,10 @@ class RunConfig:
         "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
     )
     train_scores: bool = hyper(False, "evaluations score the training samples, too: training loss and accuracy")
+    wire: str = hyper("identity", "what happens to uploads on their way: see `perfed list wire`")
+    quorum: float = hyper(
+        0.5, "share of those asked who must send something usable, else a round is abandoned", at_least=0, at_most=1
+    )
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
     state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
     save_models: Literal["auto", "all", "none"] = hyper(
@@ -153,6 +158,7 @@ def from_dict(raw: dict[str, Any]) -> Config:
             if key not in fields:
                 raise Problem(f"there is no setting '{name}.{key}'{nearest(key, fields)}")
         parts[name] = kind(**section)
+    wire.check(parts["run"].wire)
     names = _names(raw)
     config = Config(tuple(dict.fromkeys(names)), train=_table(raw.get("train", {}), "train"), **parts)
     entries = {entry.name: entry for entry in config.entries()}

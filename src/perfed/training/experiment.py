@@ -27,8 +27,7 @@ import json
 import platform
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,7 +36,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from perfed import __version__
 from perfed.core.clients import SPLITS, Clients
@@ -46,19 +45,12 @@ from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.data import load
 from perfed.data.schemes import scheme
-from perfed.engines import can_record, make_engine, pick_device, pick_engine
-from perfed.engines.base import Values
-from perfed.engines.client_states import States
-from perfed.engines.vectorised import Together
-from perfed.federation.faults import Faults, faults_of, refuse_pointless, tally
-from perfed.federation.federation import Diverged, Federation, cohort_size, evaluate_together, step_together
+from perfed.engines import pick_device, pick_engine
+from perfed.federation.faults import faults_of, refuse_pointless
+from perfed.federation.federation import cohort_size
 from perfed.models import build, is_path, make_network, refuse_mixing, suits
 from perfed.training import catalog, files
 from perfed.training.config import Config, DataConfig, from_dict, new_folder, read_toml, to_toml
-from perfed.training.observers import Observer, Round
-from perfed.training.observers.checkpoint import BestRound, Checkpoints, forget_best, restore
-from perfed.training.observers.log import ROUNDS, MetricsLog, by_client, mean_accuracy, read
-from perfed.training.observers.progress import ProgressLine
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 MANY = 1000  # clients from which on a file for each is written only where that is asked for
@@ -269,276 +261,6 @@ def _inside(folder: Path, name: str) -> str:
     if path.parent != Path("files") or path.name in ("", ".."):
         raise Problem(f"'{folder}/config.toml' names '{name}', which is not one of its own files")
     return str(folder / path)
-
-
-def train(experiment: Experiment, folder: Path, console: Console) -> None:
-    """Train every method that has no result yet; what was interrupted goes on from its checkpoint."""
-    train_together([experiment], [folder], console)
-
-
-def train_together(
-    experiments: Sequence[Experiment],
-    folders: Sequence[Path],
-    console: Console,
-    watch: Callable[[Path, int], Observer] | None = None,
-) -> None:
-    """The same for several runs that are alike but for their seeds or learning rates.
-
-    Where cohorts are batches (the engine 'vectorised'), the runs' cohorts are one batch; elsewhere one run follows
-    another. What each run ends with does not depend on it, and one that diverges does not keep the others from it.
-    `watch`, given a method's folder and the round that it goes on from, makes one more observer for each.
-    """
-    with ExitStack() as held:
-        for folder in folders:
-            held.enter_context(files.only_one(folder))
-        for entry in experiments[0].config.entries():
-            left = [(e, f / entry.name) for e, f in zip(experiments, folders, strict=True)]
-            for _, place in left:
-                if (place / "result.json").exists():
-                    forget_best(place)
-            left = [(e, place) for e, place in left if not (place / "result.json").exists()]
-            batched = all(e.engine == "vectorised" and e.method(entry).vectorised for e, _ in left)
-            diverged: dict[Path, str] = {}
-            for some in [left] if batched and len(left) > 1 else [[one] for one in left]:
-                diverged |= _train([Job(e, entry, place, console, watch) for e, place in some], console)
-            if diverged:
-                raise Diverged(next(iter(diverged.values())), diverged)
-
-
-class Job:
-    """One method's training in one run folder, from its checkpoint where it has one."""
-
-    def __init__(
-        self,
-        experiment: Experiment,
-        entry: catalog.Entry,
-        place: Path,
-        console: Console,
-        watch: Callable[[Path, int], Observer] | None = None,
-    ):
-        place.mkdir(exist_ok=True)
-        self.experiment, self.entry, self.place, self.console = experiment, entry, place, console
-        self.run, self.method = experiment.config.run, experiment.method(entry)
-        self._notices()
-        self.every_model = self.run.save_models == "all" or (
-            self.run.save_models == "auto" and len(experiment.clients) <= MANY
-        )
-        self.engine = make_engine(experiment.engine, self.method, experiment.clients, self.run)
-        initial, device = self.engine.method.init_client(), self.method.model.device
-        states = States(initial, device, budget(self.run.state_memory, device), place)
-        self.federation = Federation(self.engine, states=states, faults=faults_of(self.run))
-        sizes = restore(place, self.federation, lambda text: console.print(text, highlight=False))
-        log = MetricsLog(place, sizes)
-        self.watching: list[Observer] = [log]
-        if watch is not None:
-            self.watching.append(watch(place, self.federation.round))
-        # The last one: a run goes on only from what all others have seen.
-        self.watching.append(Checkpoints(place, self.run.checkpoint_every, log))
-        wanted = self.run.save_round == "best" or (self.run.save_round == "auto" and self.run.patience > 0)
-        wanted = wanted and self.run.save_models != "none"
-        self.best_round = BestRound(place, log, self.federation.round) if wanted else None
-        self.values: Values = {}
-        known = [line for line in read(place / ROUNDS) if line.get("validation", {}).get("personal") is not None]
-        self.best: tuple[int, float] | None = None  # a round, and its mean validation accuracy
-        for line in known:
-            self._compare(line["round"], line["validation"]["personal"])
-
-    def _notices(self) -> None:
-        say = lambda text: self.console.print(text, highlight=False)
-        run, on_gpu = self.run, self.experiment.device.startswith("cuda")
-        if self.experiment.engine == "vectorised" and not self.method.vectorised:
-            say(f"{self.entry.name} cannot be vectorised: its clients run one by one")
-        if on_gpu and run.fast and not run.compile and not can_record(run, "cuda"):
-            say("Triton is not installed: steps run as they are, several times slower")
-        if run.compile and on_gpu and self.method.model.keyed:
-            say("steps with dropout are not compiled on a GPU: they run as they are")
-
-    def saver(self, last: bool) -> Callable[[int, dict[str, Tensor]], None] | None:
-        """Where models go after the last round; those of the best one are saved at the very end."""
-        here = last and self.every_model and self.best_round is None
-        return _saver(self.method.model, self.place) if here else None
-
-    def judge(self, values: Values) -> None:
-        """Look at an evaluation; `stopped` says whether it was the last one."""
-        self.values = values
-        accuracy = mean_accuracy(values, "val")["personal"]
-        if accuracy is not None:
-            self._compare(self.federation.round, accuracy)
-        if self.best_round is not None and self.best is not None and self.best[0] == self.federation.round:
-            self.best_round.write(self.federation)
-
-    def _compare(self, round: int, accuracy: float) -> None:
-        if self.best is None or accuracy > self.best[1] + 1e-9:  # engines may differ in the last bits
-            self.best = round, accuracy
-
-    @property
-    def stopped(self) -> str:
-        """Why the training ends here, before its last round; empty where it does not."""
-        round, patience = self.federation.round, self.run.patience
-        if not patience or self.best is None or round - self.best[0] < patience or round == self.run.rounds:
-            return ""
-        return f"no better mean validation accuracy since round {self.best[0]} ({self.best[1]:.4f})"
-
-    def finish(self) -> None:
-        """Write what the training ends with."""
-        if self.stopped:
-            said = f"{self.entry.name}: stopped after round {self.federation.round}, {self.stopped}"
-            self.console.print(said, highlight=False)
-        rounds = self.federation.round
-        saved = None if self.best_round is None else self._go_back(self.best_round)
-        shared = None if self.every_model else self.federation.shared()
-        if shared is not None:
-            save_models(self.method.model, self.place, self.entry.name, shared)
-        if not self.every_model and self.run.save_models == "auto":
-            written = "the model that all clients share" if shared is not None else "no model"
-            text = (
-                f"{self.entry.name}: over {MANY:,} clients, so {written} is written; --save-models all writes every one"
-            )
-            self.console.print(text, highlight=False)
-        result = {"method": self.entry.name, "title": self.entry.title, "rounds": rounds}
-        if saved is not None:
-            result["saved_round"] = saved
-        if self.best is not None:
-            result["best"] = {"round": self.best[0], "validation": self.best[1]}
-        result |= {"evaluates": self.method.evaluates, "bytes": dataclasses.asdict(self.federation.traffic)}
-        result |= {"clients": by_client(self.values), "parameters": self.method.model.P}
-        if self.federation.faults != Faults():
-            result["faults"] = tally(read(self.place / ROUNDS))
-        files.save_tree(self.place / SERVER, self.federation.server)
-        files.write_json(self.place / "result.json", result)
-        forget_best(self.place)
-
-    def _go_back(self, best: BestRound) -> int | None:
-        """To the round with the best models, which are scored once more and saved; None where it is lost."""
-        traffic, round = self.federation.traffic, self.best[0] if self.best else 0
-        try:
-            there = round == self.federation.round or best.restore(self.federation, round)
-        except Problem as problem:
-            forget_best(self.place)
-            raise Problem(f"{problem}; `perfed resume` trains on, and saves the last round's models") from None
-        self.federation.traffic = traffic  # of all rounds
-        save = _saver(self.method.model, self.place) if self.every_model else None
-        self.values = self.federation.evaluate(save, self.run.scores != "none")
-        about = f"of round {round}, the best on validation samples" if there else f"of the last round: {round} is lost"
-        self.console.print(f"{self.entry.name}: the models are those {about}", highlight=False)
-        return round if there else None
-
-
-class Batch:
-    """Jobs that are trained as one, each as long as it needs to be."""
-
-    def __init__(self, jobs: list[Job]):
-        # All batches there were stay: an engine knows its records by the address of the clients' tables they read,
-        # which therefore must not be given to other tables.
-        self._made: list[Together] = []
-        self.jobs: list[Job] = []
-        self.keep(jobs)
-
-    def keep(self, jobs: list[Job]) -> None:
-        """Go on with these alone."""
-        if jobs == self.jobs:
-            return
-        self.jobs, self.engine = jobs, None
-        if len(jobs) > 1:
-            self.engine = Together([job.engine for job in jobs])  # pyright: ignore[reportArgumentType]
-            self._made.append(self.engine)
-
-    def step(self) -> list[list[int]]:
-        """One round of each; returns who took part."""
-        federations = [job.federation for job in self.jobs]
-        return step_together(federations, self.engine) if self.engine else [federations[0].step()]
-
-    def evaluate(self, last: bool) -> dict[Path, str]:
-        """Score every job's models; after the last round, save them. Returns runs that diverged."""
-        diverged = self.check() if last else {}
-        if not self.jobs:
-            return diverged
-        federations, savers = [job.federation for job in self.jobs], [job.saver(last) for job in self.jobs]
-        full = self.jobs[0].run.scores == "every" or (last and self.jobs[0].run.scores == "last")
-        found = (
-            evaluate_together(federations, self.engine, savers, full)
-            if self.engine
-            else [federations[0].evaluate(savers[0], full)]
-        )
-        values = dict(zip(self.jobs, found, strict=True))
-        diverged |= self.check()
-        for job in self.jobs:
-            job.judge(values[job])
-            if job.stopped:  # known only now that the models are scored
-                job.values = job.federation.evaluate(job.saver(True), job.run.scores != "none")
-        return diverged
-
-    def check(self) -> dict[Path, str]:
-        """Let go of runs that diverged; returns them."""
-        diverged = {}
-        for job in self.jobs:
-            try:
-                job.federation.check()
-            except Diverged as problem:
-                diverged[job.place.parent] = str(problem)
-        self.keep([job for job in self.jobs if job.place.parent not in diverged])
-        return diverged
-
-
-def _train(jobs: list[Job], console: Console) -> dict[Path, str]:
-    """All rounds of one job, or of several whose cohorts are one batch; returns runs that diverged, and how."""
-    if len({job.federation.round for job in jobs}) > 1:  # interrupted between two checkpoints: each goes on by itself
-        return {folder: why for job in jobs for folder, why in _train([job], console).items()}
-    run, title = jobs[0].run, jobs[0].entry.title + (f" x {len(jobs)}" if len(jobs) > 1 else "")
-    diverged: dict[Path, str] = {}
-    batch = Batch(jobs)
-    try:
-        with ProgressLine(console, title, run.rounds, jobs[0].federation.round) as progress:
-            while batch.jobs:
-                began = time.monotonic()
-                cohorts = dict(zip(batch.jobs, batch.step(), strict=True))
-                round = batch.jobs[0].federation.round
-                last = round == run.rounds
-                due = last or round % run.eval_every == 0
-                if due:
-                    diverged |= batch.evaluate(last)
-                elif round % run.checkpoint_every == 0 or not jobs[0].experiment.device.startswith("cuda"):
-                    diverged |= batch.check()
-                seconds = (time.monotonic() - began) / len(cohorts)
-                stopped = {job: job.stopped if due else "" for job in batch.jobs}
-                left = [job for job in batch.jobs if not last and not stopped[job]]
-                for job in batch.jobs[:1]:
-                    progress.see(Round(job.federation, cohorts[job], job.values if due else None, seconds, not left))
-                for job in batch.jobs:
-                    values, over = job.values if due else None, job not in left
-                    event = Round(job.federation, cohorts[job], values, seconds, over, stopped[job])
-                    for observer in job.watching:
-                        observer.see(event)
-                    if over:
-                        job.finish()
-                batch.keep(left)
-    except Diverged as problem:  # in the middle of a round: of a run that was alone
-        diverged[batch.jobs[0].place.parent] = str(problem)
-    finally:
-        for job in jobs:
-            job.engine.close()
-    return diverged
-
-
-def budget(megabytes: int, device: torch.device) -> tuple[int | None, ...]:
-    """Bytes of clients' states on each device: half of what a GPU has free, then the host's."""
-    host = megabytes * 10**6 or None
-    return (torch.cuda.mem_get_info(device)[0] // 2, host) if device.type == "cuda" else (host,)
-
-
-def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:
-    folders = [client["folder"] for client in read_clients(place.parent)["clients"]]
-    return lambda id, models: save_models(model, place / "clients" / folders[id], place.name, models)
-
-
-def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]) -> None:
-    """A client's models as files: model.safetensors is the personal one."""
-    home.mkdir(parents=True, exist_ok=True)
-    for name, theta in models.items():
-        about = {"format": "pt", "method": method, "model": name}
-        state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
-        path = home / f"{'model' if name == 'personal' else name}.safetensors"
-        files.write(path, files.tensor_file(state, about))
 
 
 def load_network(folder: Path) -> tuple[Callable[[], nn.Module], dict[str, Any]]:

@@ -13,36 +13,68 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method
-from perfed.core.tree import rows, stack, tree_map
-from perfed.engines.base import Asked
+from perfed.core.tree import rows, tree_map
+from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
 from perfed.training.config import DataConfig
-from perfed.training.experiment import SERVER, load_clients, make_method, save_models
-from perfed.training.observers.log import by_client
+from perfed.training.experiment import SERVER, load_clients, make_method
 from perfed.training.results import Run
+from perfed.training.train import save_models
 
 
 def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None) -> dict[str, Any]:
-    """Train and save a model for every client of `data`; returns scores and places."""
+    """Train and save a model for every client of `data`.
+
+    Args:
+        run: a finished run.
+        name: one of its methods.
+        data: the newcomers' data.
+        rounds: how often each newcomer trains as the method's clients do.
+        fine_tune: further epochs of plain local training for the models that are saved.
+        out: where models go; None: into the run folder.
+
+    Returns:
+        Every newcomer's scores and the place of its model.
+    """
     result = run.result(name)
     clients = as_in_training(load_clients(data, run.config.run.seed), run.about)
     method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]))
     method = dataclasses.replace(method, fine_tune=fine_tune)
     server = files.load_tree(run.path / name / SERVER)
-    ids = list(range(len(clients)))
-    engine, states = Sequential(method, clients, seed=run.config.run.seed), stack([method.init_client() for _ in ids])
-    down = _for_all(method, server, len(ids))
-    for round in range(rounds):
-        states, _ = engine.train(result["rounds"] + 1 + round, 0, Asked(ids, states, down))
-    scores = engine.evaluate(result["rounds"] + rounds, Asked(ids, states, down), keep=True)
+    engine = Sequential(Job(method, clients, seed=run.config.run.seed))
+    down = _for_all(method, server, len(clients))
+    last = result["rounds"] + rounds
+    for round in range(result["rounds"] + 1, last + 1):
+        visit(engine, down, round)
+    (reply,) = engine.evaluate([EvaluationRequest(0, last, range(len(clients)), down, keep=True)])
     folder = out or run.path / name / "newcomers"
-    found, taken = [], set()
-    for id, one in enumerate(by_client(scores.values)):
+    listed, taken = [], set()
+    for id, scores in enumerate(reply.scores.by_client()):
         home = folder / files.slug(clients.names[id], taken)
-        save_models(method.model, home, name, rows(scores.models, id))
-        found.append({"client": clients.names[id], "path": str(home / "model.safetensors"), **one})
-    return {"run": str(run.path), "method": name, "models": str(folder), "clients": found}
+        save_models(method.model, home, name, rows(reply.models, id))
+        listed.append({"client": clients.names[id], "path": str(home / "model.safetensors"), **scores})
+    return {"run": str(run.path), "method": name, "models": str(folder), "clients": listed}
+
+
+def visit(engine: Engine, down: Down, round: int) -> None:
+    """Let every client of an engine's only run train once; what they would send goes nowhere.
+
+    Args:
+        engine: whoever has the clients.
+        down: what they receive; `own` has a row for each.
+        round: the round's number, which their randomness follows from.
+    """
+    names = engine.infos[0].names
+    (reply,) = engine.exchange([Request(0, round, 0, range(len(names)), down)])
+    spoiled = [
+        (id, reply.tensors[place]) for id, place in zip(reply.ids, reply.spoiled.tolist(), strict=True) if place >= 0
+    ]
+    for id, reason, _ in reply.failures:
+        raise Problem(f"the newcomer '{names[id]}' could not train: {reason}")
+    for id, tensor in spoiled:
+        raise Problem(f"training of the newcomer '{names[id]}' diverged: {tensor} holds numbers that are not finite")
+    reply.settle(None)
 
 
 def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:

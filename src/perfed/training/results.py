@@ -152,6 +152,11 @@ class Run:
         """Time spent in rounds, interruptions not counted."""
         return sum(line["seconds"] for line in read(self.path / method / TIMES))
 
+    @property
+    def diverged(self) -> dict[str, str]:
+        """The methods whose training diverged, and why."""
+        return {name: self.result(name)["diverged"] for name in self.entries if "diverged" in self.result(name)}
+
     def summary(self) -> list[dict[str, Any]]:
         """One dict per method: accuracy over clients, gain over Local, bytes, time, where the models are."""
         return [self._summary(name) for name in self.entries]
@@ -179,6 +184,8 @@ class Run:
             },
             "seconds": round(self.seconds(name), 3),
             "faults": result.get("faults"),
+            "refused": result.get("refused"),
+            "diverged": result.get("diverged", ""),
             "models": str(self.path / name / "clients"),
         }
 

@@ -1,20 +1,33 @@
-"""What may happen to an upload between a client and the server.
+"""What may happen to an upload between a client and the server, one file per treatment.
 
-A transform is a function `(up, key) -> up` of ONE client's upload, applied by every engine right after `local`; `key`
-is the randomness of this client and round. Clipping, noise, quantisation and masks belong here, never in a method.
+Importing this needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from perfed.core.errors import Problem, nearest
 
-from perfed.core.messages import Up
+if TYPE_CHECKING:
+    from perfed.wire.base import Transform
 
-Transform = Callable[[Up, Tensor], Up]
+
+def names() -> list[str]:
+    """Return the names of the treatments there are."""
+    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
-def identity(up: Up, key: Tensor) -> Up:  # noqa: ARG001 (a transform's form)
-    """Send the upload as it is."""
-    return up
+def check(name: str) -> None:
+    """Refuse a treatment that does not exist."""
+    if name not in names():
+        raise Problem(f"run.wire: there is no treatment of uploads '{name}'{nearest(name, names())}")
+
+
+def treatment(name: str) -> Transform:
+    """Return the treatment of this name: the class that its file defines."""
+    check(name)
+    module = importlib.import_module(f"{__name__}.{name}")
+    return next(kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__)()

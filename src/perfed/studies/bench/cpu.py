@@ -21,6 +21,7 @@ from perfed import __version__, data
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
 from perfed.data.pool import data_dir
+from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.workers import Workers, cores
 from perfed.federation.federation import Federation
@@ -149,8 +150,8 @@ def _compare(one: Workload, clients: Clients, repeats: int, say: Callable[[str],
     samples = {name: _tensors(clients, name) for name in ("train", "test")}
     plain = Loop(build, samples["train"], samples["test"], lr=one.lr, batch_size=one.batch_size, epochs=1)
     method = FedAvg(Model(build), lr=one.lr, batch_size=one.batch_size, epochs=1)
-    ours = Federation(Sequential(method, clients))
-    shared = Federation(Workers(method, clients, workers=WORKERS)) if one.wall_target else None
+    ours = Federation(Sequential(Job(method, clients)))
+    shared = Federation(Workers(Job(method, clients), workers=WORKERS)) if one.wall_target else None
     times: dict[str, list[tuple[float, float]]] = {"plain": [], "perfed": [], "workers": []}
     accuracy = {"plain": 0.0, "perfed": 0.0}
     children = _children()
@@ -195,7 +196,7 @@ def _tensors(clients: Clients, name: str) -> Samples:
 
 def _round(federation: Federation) -> float:
     federation.step()
-    return float(federation.evaluate()["test"]["personal"]["accuracy"].mean())
+    return float(federation.evaluate()["personal"]["test"]["accuracy"].mean())
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float]:

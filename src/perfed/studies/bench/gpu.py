@@ -27,6 +27,7 @@ from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.data.schemes.dirichlet import share
+from perfed.engines.base import Job
 from perfed.engines.vectorised import Vectorised
 from perfed.federation.federation import Federation
 from perfed.methods.apfl import APFL
@@ -144,8 +145,10 @@ def step_row(name: str, clients: int, batch: int, least: float, aim: float, top:
     began, tuned = time.perf_counter(), autotune.seconds
     federation = Federation(
         Vectorised(
-            make(FedAvg, name, clients, batch_size=batch, epochs=16),
-            images([steps * batch // 16] * clients, [4] * clients),
+            Job(
+                make(FedAvg, name, clients, batch_size=batch, epochs=16),
+                images([steps * batch // 16] * clients, [4] * clients),
+            ),
             fast=True,
         )
     )
@@ -173,7 +176,9 @@ def method_rows(repeats: int, clients: int = 25, batch: int = 10) -> list[dict[s
     ]  # fmt: skip
     for kind, settings, gradients in kinds:
         federation = Federation(
-            Vectorised(make(kind, "fedavgcnn", clients, batch_size=batch, epochs=epochs, **settings), data, fast=True)
+            Vectorised(
+                Job(make(kind, "fedavgcnn", clients, batch_size=batch, epochs=epochs, **settings), data), fast=True
+            )
         )
         federation.step()
         ms = milliseconds(federation.step, repeats)
@@ -188,7 +193,7 @@ def method_rows(repeats: int, clients: int = 25, batch: int = 10) -> list[dict[s
 def whole_run(name: str, method: Method, clients: Clients, rounds: int, every: int, limit: float, aim: float) -> dict:
     """A complete run, from data in the host's memory to every client's model there."""
     began, tuned = time.perf_counter(), autotune.seconds
-    engine = Vectorised(method, clients, fast=True)
+    engine = Vectorised(Job(method, clients), fast=True)
     federation = Federation(engine)
     for round in range(1, rounds + 1):
         federation.step()

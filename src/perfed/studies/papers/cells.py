@@ -37,13 +37,18 @@ class Cell:
 
     @property
     def done(self) -> bool:
-        """Whether the run is finished."""
-        return (self.folder / (NEWCOMERS if self.first else f"{self.method}/result.json")).exists()
+        """Whether the run is finished, and its numbers can be used."""
+        return (self.folder / NEWCOMERS if self.first else self.result).exists() and not self.diverged
 
     @property
     def diverged(self) -> bool:
         """Whether the run came to numbers that are not finite; it would again."""
-        return self.record.exists() and "diverged" in files.read_json(self.record)
+        return any(path.exists() and "diverged" in files.read_json(path) for path in (self.record, self.result))
+
+    @property
+    def result(self) -> Path:
+        """What the training ended with."""
+        return self.folder / self.method / "result.json"
 
     def place(self, model: str, until: int) -> Path:
         """Where its scores are kept: of one model, up to a round (0: all)."""
@@ -140,23 +145,32 @@ def attempt(
     some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console, watch: bool = False
 ) -> None:
     """Run cells; that one diverged is a result, too, which its record keeps."""
-    from perfed.federation.federation import Diverged
-
-    try:
-        run(some, configs, how, console, watch)
-    except Diverged as problem:
-        console.print(f"{problem}", highlight=False, markup=False)
-        for one in some:
-            if one.folder in problem.runs:
-                said = {"diverged": problem.runs[one.folder]}
-                files.write_json(one.record, files.read_json(one.record) | said)
+    diverged = run(some, configs, how, console, watch)
+    for one in some:
+        if one.folder in diverged:
+            console.print(diverged[one.folder], highlight=False, markup=False)
+            files.write_json(one.record, files.read_json(one.record) | {"diverged": diverged[one.folder]})
 
 
-def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console, watch: bool = False) -> None:
-    """Run cells to their end, from their checkpoints where they have one; `watch`: keep the clients' mixtures, too."""
+def run(
+    some: list[Cell], configs: list[Config], how: dict[str, Any], console: Console, watch: bool = False
+) -> dict[Path, str]:
+    """Run cells to their end, from their checkpoints where they have one.
+
+    Args:
+        some: the cells; where there are several, their cohorts are one batch.
+        configs: a configuration for each.
+        how: where and with what to compute.
+        console: where progress goes.
+        watch: keep the clients' mixtures, too.
+
+    Returns:
+        The folders of cells that diverged, and why.
+    """
     from perfed.studies.papers.joining import old_hands, welcome
     from perfed.studies.papers.watch import Mixtures
-    from perfed.training.experiment import prepare, reopen, train_together
+    from perfed.training.experiment import prepare, reopen
+    from perfed.training.train import train
 
     experiments = []
     for one, config in zip(some, configs, strict=True):
@@ -165,10 +179,12 @@ def run(some: list[Cell], configs: list[Config], how: dict[str, Any], console: C
         _keep_settings(one, config)
         experiments.append(reopen(_asked(config, how), one.folder, console, those))
         _sign(one, experiments[-1].device)
-    train_together(experiments, [one.folder for one in some], console, Mixtures if watch else None)
+    diverged = train(experiments, [one.folder for one in some], console, Mixtures if watch else None)
+    diverged = {place.parent: why for place, why in diverged.items()}
     for one, experiment in zip(some, experiments, strict=True):
-        if one.first:
+        if one.first and one.folder not in diverged:
             welcome(prepare(experiment.config), one)
+    return diverged
 
 
 def check_cells(protocol: Protocol, out: Path, *, ended: bool = False) -> None:

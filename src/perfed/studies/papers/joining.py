@@ -8,32 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.core.clients import SPLITS, Clients, Split
+from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.engines import make_engine
-from perfed.federation.federation import Federation
+from perfed.engines.base import EvaluationRequest, Job
+from perfed.engines.vectorised import part
 from perfed.studies.papers.cells import NEWCOMERS, Cell
 from perfed.training import catalog, files
 from perfed.training.experiment import SERVER, Experiment
-from perfed.training.observers.log import by_client
+from perfed.training.newcomers import visit
 
 
 def old_hands(experiment: Experiment, share: float) -> Experiment:
-    """The same with the first clients alone."""
+    """Return the experiment with its first clients alone."""
     count = int(share * len(experiment.clients) + 1e-9)
-    return dataclasses.replace(experiment, clients=some(experiment.clients, 0, count))
-
-
-def some(clients: Clients, first: int, last: int) -> Clients:
-    """The clients from `first` to before `last`."""
-
-    def cut(split: Split) -> Split:
-        begin, size = sum(split.size[:first]), split.size[first:last]
-        rows = slice(begin, begin + sum(size))
-        return Split(split.x[rows], split.y[rows], size)
-
-    splits = {name: cut(clients.split(name)) for name in SPLITS}
-    return dataclasses.replace(clients, names=clients.names[first:last], **splits)
+    return dataclasses.replace(experiment, clients=part(experiment.clients, 0, count))
 
 
 def welcome(experiment: Experiment, cell: Cell) -> None:
@@ -44,20 +33,20 @@ def welcome(experiment: Experiment, cell: Cell) -> None:
     (entry,) = experiment.config.entries()
     method = experiment.method(entry)
     begin = int(cell.first * len(experiment.clients) + 1e-9)
-    newcomers = some(experiment.clients, begin, len(experiment.clients))
+    newcomers = part(experiment.clients, begin, len(experiment.clients))
     start = global_model(method, files.load_tree(cell.folder / cell.method / SERVER))
     same = {
         key: getattr(method, key) for key in ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size")
     }
     alone = catalog.find("local").load()(method.model, **same, epochs=1, seed=method.seed)
-    engine = make_engine(experiment.engine, alone, newcomers, experiment.config.run)
+    engine = make_engine(experiment.engine, [Job(alone, newcomers)], experiment.config.run)
     try:
-        federation, ids = Federation(engine), list(range(len(newcomers)))
-        federation.states.put(ids, torch.stack([start for _ in ids]))
-        epochs = []
-        for _ in range(cell.tuned):
-            federation.step()
-            epochs.append([one["personal"] for one in by_client(federation.evaluate())])
+        ids, epochs = range(len(newcomers)), []
+        engine.states[0].put(ids, torch.stack([start for _ in ids]))
+        for epoch in range(1, cell.tuned + 1):
+            visit(engine, Down(), epoch)
+            (reply,) = engine.evaluate([EvaluationRequest(0, epoch, ids, Down())])
+            epochs.append([scores["personal"] for scores in reply.scores.on_host().by_client()])
     finally:
         engine.close()
     files.write_json(cell.folder / NEWCOMERS, {"samples": list(newcomers.test.size), "epochs": epochs})

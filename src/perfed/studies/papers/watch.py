@@ -33,7 +33,7 @@ class Mixtures:
     def see(self, event: Round) -> None:
         federation = event.federation
         method: Any = federation.method  # pFedMB's: no other has what is looked at here
-        states = federation.states.take(range(len(federation.clients)))
+        states = federation.engine.states[federation.run].take(range(len(federation.clients)))
         weights = torch.stack([convex(state, method.simplex).mean(1) for state in states]).tolist()
         line = {"alpha": [[round(a, 4) for a in client] for client in weights], "round": federation.round}
         with self.path.open("a", encoding="utf-8") as file:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from perfed.engines.base import Values
+    from perfed.engines.scores import Scores
     from perfed.federation.federation import Federation
 
 
@@ -16,10 +16,11 @@ class Round:
 
     federation: Federation
     cohort: list[int]
-    values: Values | None  # None where this round was not evaluated
+    scores: Scores | None  # None where this round was not evaluated
     seconds: float
     last: bool
     stopped: str = ""  # why it is the last one, where rounds were left
+    refused: list[dict[str, Any]] = field(default_factory=list)  # uploads that were not used, as far as known by now
 
 
 class Observer(Protocol):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.tree import tree_map
-from perfed.engines.client_states import States
-from perfed.federation.federation import Federation, Traffic
+from perfed.federation.federation import Federation
+from perfed.federation.traffic import Traffic
 from perfed.training import files
 from perfed.training.observers import Round
 from perfed.training.observers.log import MetricsLog
@@ -27,7 +27,6 @@ from perfed.training.observers.log import MetricsLog
 KEPT = 2
 RECENT, BEST = "checkpoints", "best"  # folders: what a run goes on from, and the round whose models are saved
 ROWS = ".rows"
-AT_ONCE = 64  # rows in memory at a time
 
 
 class Checkpoints:
@@ -45,15 +44,16 @@ class Checkpoints:
 
     def write(self, federation: Federation) -> None:
         """Save the federation as it is, with the lengths of the logs that belong to it."""
-        path, states = _path(self.folder, federation.round), federation.states
-        ids, digest = list(states), hashlib.sha256()
+        path, digest = _path(self.folder, federation.round), hashlib.sha256()
+        ids, pieces = federation.engine.save(federation.run)
         if ids:
-            files.write(path.with_suffix(ROWS), _watched(states.pieces(ids, AT_ONCE), digest))
+            files.write(path.with_suffix(ROWS), _watched(pieces, digest))
         state = {
             "round": federation.round,
             "server": federation.server,
             "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest.hexdigest()},
             "traffic": dataclasses.asdict(federation.traffic),
+            "strikes": federation.strikes,
             "logs": self.log.sizes(),
         }
         files.save_tree(path, state)
@@ -113,22 +113,23 @@ def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
         yield piece
 
 
-def _read_rows(path: Path, about: dict[str, Any], states: States) -> None:
-    """Fill `states` from a file of rows; a Problem where the file is not what was written."""
+def _restore_states(path: Path, about: dict[str, Any], federation: Federation) -> None:
+    """Give the engine the states of a file of rows; a Problem where the file is not what was written."""
     if "sha256" not in about:
         raise Problem(f"'{path.parent}' holds checkpoints of an older perfed: resume with that one, or start anew")
     ids, digest = about["clients"].tolist(), hashlib.sha256()
-    states.clear()
     if not ids:
+        federation.engine.restore(federation.run, ids, lambda _: b"")
         return
     try:
         with path.open("rb") as file:
-            for first in range(0, len(ids), AT_ONCE):
-                some = ids[first : first + AT_ONCE]
-                piece = bytearray(file.read(len(some) * states.width))
+
+            def read(count: int) -> bytes:
+                piece = file.read(count)
                 digest.update(piece)
-                if len(piece) == len(some) * states.width:
-                    states.load(some, torch.frombuffer(piece, dtype=torch.uint8).view(len(some), -1))
+                return piece
+
+            federation.engine.restore(federation.run, ids, read)
     except FileNotFoundError:
         raise Problem(f"there is no file '{path}'") from None
     if digest.hexdigest() != about["sha256"]:
@@ -140,10 +141,11 @@ def _read(folder: Path, path: Path, federation: Federation) -> dict[str, int]:
     device, state = federation.method.model.device, files.load_tree(path)
     for name, size in state["logs"].items():
         files.long_enough(folder / name, size)
-    _read_rows(path.with_suffix(ROWS), state["states"], federation.states)
+    _restore_states(path.with_suffix(ROWS), state["states"], federation)
     federation.round = state["round"]
     federation.server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
     federation.traffic = Traffic(**state["traffic"])
+    federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
     return state["logs"]
 
 

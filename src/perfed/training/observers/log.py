@@ -7,10 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from perfed.core.tree import tree_map
-from perfed.engines.base import Values
 from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation
 from perfed.training import files
@@ -18,11 +14,6 @@ from perfed.training.observers import Round
 
 CLIENTS, ROUNDS, TIMES = "metrics.jsonl", "rounds.jsonl", "times.jsonl"
 LOGS = (CLIENTS, ROUNDS, TIMES)
-
-
-def number(value: float) -> float | None:
-    """A float for JSON, which has no NaN: a client without samples has no score."""
-    return None if value != value else value
 
 
 class MetricsLog:
@@ -39,11 +30,15 @@ class MetricsLog:
         about: dict[str, Any] = {"round": round, "cohort": [names[id] for id in event.cohort]}
         about |= _failures(federation)
         about |= {"bytes": dataclasses.asdict(federation.traffic), **federation.method.notes(federation.server)}
-        if event.values is not None:
-            lines = [{"round": round, "client": names[id], **one} for id, one in enumerate(by_client(event.values))]
+        if event.scores is not None:
+            lines = [{"round": round, "client": names[id], **one} for id, one in enumerate(event.scores.by_client())]
             self._append(CLIENTS, lines)
-            about["accuracy"] = mean_accuracy(event.values)
-            about["validation"] = mean_accuracy(event.values, "val")
+            about["accuracy"] = event.scores.means("test")
+            about["validation"] = event.scores.means("val")
+        if event.refused:
+            about["refused"] = event.refused
+        if federation.strikes:
+            about["abandoned"] = True
         if event.stopped:
             about["stopped"] = event.stopped
         self._append(ROUNDS, [about])
@@ -69,21 +64,6 @@ def _failures(federation: Federation) -> dict[str, Any]:
     done = zip(answers.ids, answers.done or [], strict=bool(answers.done))
     late = {names[id]: some for id, some in done if some < epochs}
     return {"lost": [names[id] for id in answers.lost], "late": late, "unchanged": not answers.ids}
-
-
-def by_client(values: Values) -> list[dict[str, Any]]:
-    """Scores as plain numbers, one dict per client: model -> split -> metric."""
-    plain = tree_map(torch.Tensor.tolist, values)  # all at once: there may be very many clients
-    count = len(next(iter(plain["test"].values()))["accuracy"])
-    models = list(plain["test"])
-    score = lambda split, model, id: {k: number(v[id]) for k, v in plain[split][model].items()}
-    return [{model: {split: score(split, model, id) for split in plain} for model in models} for id in range(count)]
-
-
-def mean_accuracy(values: Values, split: str = "test") -> dict[str, float | None]:
-    """Unweighted mean accuracy of each kind of model over the clients that have samples in the split."""
-    known = values.get(split, {})
-    return {model: number(known[model]["accuracy"].nanmean().item()) if known else None for model in values["test"]}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

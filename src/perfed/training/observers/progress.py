@@ -8,8 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from perfed.engines.scores import PERSONAL
 from perfed.training.observers import Round
-from perfed.training.observers.log import mean_accuracy
 
 PAUSE = 10.0  # seconds between plain lines
 
@@ -38,8 +38,8 @@ class ProgressLine:
             self.bar.stop()
 
     def see(self, event: Round) -> None:
-        if event.values is not None:
-            accuracy = mean_accuracy(event.values)["personal"]
+        if event.scores is not None:
+            accuracy = event.scores.models[PERSONAL].mean("test")
             self.accuracy = "accuracy n/a" if accuracy is None else f"accuracy {accuracy:.3f}"
         now = time.monotonic()
         if self.bar:

@@ -1,0 +1,107 @@
+"""The small federation of the contract: networks, ragged clients, clients who disagree, and methods set up for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from perfed.core.clients import Clients, Split
+from perfed.core.errors import Problem
+from perfed.core.method import Method
+from perfed.core.model import Model
+from perfed.training.catalog import Entry
+
+FEATURES, CLASSES = 6, 3
+SIZES = (23, 7, 41, 3, 12)  # less than a batch, not a multiple of it, and more
+BATCH = 5
+COHORTS = ((0, 2, 3), (1, 2, 4), (0, 1, 3))  # partial participation: everybody once, nobody always
+MakeMethod = Callable[..., Method]
+
+
+def plain_net() -> nn.Module:
+    """Return a small network of two linear layers."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def norm_net() -> nn.Module:
+    """Return a small network with BatchNorm and Dropout."""
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+
+
+def conv_net() -> nn.Module:
+    """Return a small network of convolutions, BatchNorm and Dropout, for methods that look into them."""
+    block = nn.Sequential(nn.Conv2d(8, 8, (1, 2)), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 8, 1), nn.Tanh(), block, nn.Flatten(), nn.Linear(32, CLASSES)
+    )
+
+
+NETWORKS = {"plain": plain_net, "norm": norm_net, "conv": conv_net}
+
+
+def toy_clients(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Clients:
+    """Return clients of different sizes, with random samples."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def split(counts: list[int]) -> Split:
+        x = torch.randn(sum(counts), FEATURES, generator=draw, dtype=torch.float64)
+        return Split(x, torch.randint(0, CLASSES, (sum(counts),), generator=draw), tuple(counts))
+
+    names = tuple(f"client_{id}" for id in range(len(sizes)))
+    val, test = [max(n // 4, 1) for n in sizes], [n // 3 + 1 for n in sizes]
+    return Clients(names, split(list(sizes)), split(val), split(test), CLASSES)
+
+
+def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Clients:
+    """Return groups of clients whose labels for the same inputs contradict each other: no single model fits all."""
+    draw = torch.Generator().manual_seed(1)
+    centres = 2 * torch.randn(CLASSES, FEATURES, generator=draw, dtype=torch.float64)
+
+    def split(count: int) -> Split:
+        xs, ys = [], []
+        for client in range(groups * each):
+            y = torch.arange(count) % CLASSES
+            xs.append(centres[y] + 0.5 * torch.randn(count, FEATURES, generator=draw, dtype=torch.float64))
+            ys.append((y + client % groups) % CLASSES)
+        return Split(torch.cat(xs), torch.cat(ys), (count,) * (groups * each))
+
+    names = tuple(f"client_{id}" for id in range(groups * each))
+    return Clients(names, split(samples), split(12), split(30), CLASSES)
+
+
+def networks(entry: Entry) -> list[str]:
+    """Return the networks to check a method with: those it accepts, the slow last one only if it refuses the others."""
+    suited: list[str] = []
+    for name, build in NETWORKS.items():
+        if name == "conv" and suited:
+            break
+        try:
+            entry.load()(Model(build, dtype=torch.float64))
+            suited.append(name)
+        except Problem:
+            continue
+    return suited or list(NETWORKS)  # refused everywhere: the checks then say why
+
+
+def maker(entry: Entry, network: str = "plain") -> MakeMethod:
+    """Return a function that makes instances of a method, with settings under which everything is in use."""
+    kind = entry.load()
+    suited = networks(entry)
+    model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
+    base = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01, "epochs": 2, "batch_size": BATCH, "cohort": 3}
+    if "warmup" in entry.fields:
+        base["warmup"] = 1  # rounds before a method's own begin: the toy has only a few
+
+    def make(**changed: Any) -> Method:
+        try:
+            return kind(model, **{**base, **changed})
+        except Problem:  # a method may refuse momentum; it must then work without
+            if base["momentum"] == 0 or "momentum" in changed:
+                raise
+            base["momentum"] = 0.0
+            return kind(model, **{**base, **changed})
+
+    return make

@@ -1,0 +1,56 @@
+"""Bytes on their way, by direction and compartment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from perfed.core.messages import Down, Uploads
+from perfed.core.model import Model
+from perfed.core.tree import leaves
+
+
+@dataclass
+class Traffic:
+    """Bytes sent so far; counters and single weights are not counted."""
+
+    down_shared: int = 0
+    down_own: int = 0
+    up_mean: int = 0
+    up_own: int = 0
+    extra: dict[str, int] = field(default_factory=dict)  # between servers; in neither `down` nor `up`
+
+    @property
+    def down(self) -> int:
+        return self.down_shared + self.down_own
+
+    @property
+    def up(self) -> int:
+        return self.up_mean + self.up_own
+
+    def count(self, model: Model, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
+        """Add an exchange: what so many clients were sent, and the rows that came back."""
+        size = lambda tree: count_bytes([tree], model.width, model.size)
+        self.down_shared += size(down.shared) * receivers
+        self.down_own += size(down.own)
+        if uploads is not None:
+            self.up_mean += size(uploads.mean)
+            self.up_own += size(uploads.own)
+
+
+def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
+    """Count the bytes of the tensors in a compartment; a row of theta counts without its padding.
+
+    Args:
+        trees: trees of tensors.
+        width: numbers in a row of theta.
+        size: numbers in it that are not padding.
+    """
+    total = 0
+    for tensor in leaves(list(trees)):
+        numbers = tensor.numel()
+        if tensor.dim() and tensor.shape[-1] == width:
+            numbers = numbers // width * size
+        total += numbers * tensor.element_size()
+    return total

@@ -1,0 +1,241 @@
+"""A client that fails, diverges or sends what cannot be used loses its turn: others end as if it were not there."""
+
+import copy
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import perfed
+from perfed.contract import checks, toy
+from perfed.core.messages import Up
+from perfed.core.model import Model
+from perfed.core.tree import tree_map
+from perfed.engines.base import Job
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Vectorised
+from perfed.engines.workers import Workers
+from perfed.federation.faults import Faults
+from perfed.federation.federation import Federation, step
+from perfed.methods.fedavg import FedAvg
+from perfed.training.catalog import methods
+
+SIZES = (8, 7, 5, 9, 6)
+BAD = 7  # the number of training samples by which a method knows its bad client
+ENGINES = {"sequential": Sequential, "workers": Workers, "vectorised": Vectorised}
+CLOSE = {"sequential": 0, "workers": 0, "vectorised": 1e-12}
+
+
+def spoiling(kind, where, value=torch.nan):
+    """A method whose client with 7 samples spoils what it sends, or its state."""
+
+    @dataclass(frozen=True)
+    class Spoils(kind):
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            spoilt = lambda t: torch.where(data.size == BAD, value, t) if t.is_floating_point() else t
+            if where == "weight":
+                weight = torch.as_tensor(data.size if up.weight is None else up.weight).double()
+                return state, Up(up.mean, up.own, spoilt(weight), up.group)
+            if where == "state":
+                return tree_map(spoilt, state), up
+            changed = {"mean": up.mean, "own": up.own} | {where: tree_map(spoilt, getattr(up, where))}
+            return state, Up(**changed, weight=up.weight, group=up.group)
+
+    return Spoils
+
+
+@dataclass(frozen=True)
+class Raises(FedAvg):
+    """FedAvg whose client with 7 samples raises."""
+
+    def local(self, client, down, data):
+        if int(data.size) == BAD:
+            raise ValueError("a broken disk")
+        return super().local(client, down, data)
+
+
+@dataclass(frozen=True)
+class OtherForm(FedAvg):
+    """FedAvg whose client with 7 samples sends another number of numbers."""
+
+    def local(self, client, down, data):
+        state, up = super().local(client, down, data)
+        return state, Up(up.mean[:-1]) if int(data.size) == BAD else up
+
+
+def federation(engine, kind, like="fedavg", **options):
+    settings = {name: getattr(toy.maker(methods()[like])(epochs=1), name) for name in methods()[like].fields}
+    method = kind(Model(toy.plain_net, dtype=torch.float64), **settings)
+    return Federation(ENGINES[engine](Job(method, toy.toy_clients(SIZES), seed=5)), **options)
+
+
+def played(fed, cohorts):
+    outcome = checks.play(fed.engine, cohorts, fed)
+    return outcome.server, fed.engine.states[0].take(range(5)), outcome.models
+
+
+CASES = [("fedavg", "mean"), ("scaffold", "mean"), ("ditto", "state"), ("fedavg", "weight"), ("apple", "own")]
+CASES += [("fedfomo", "own"), ("pfedmt", "mean"), ("feddyn", "mean"), ("pgfed", "mean")]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_the_others_end_as_if_it_were_not_there(engine, name, where):
+    kind = methods()[name].load()
+    if engine == "vectorised" and not kind.vectorised:
+        pytest.skip("not batched")
+    fed = federation(engine, spoiling(kind, where), name)
+    outcome = played(fed, [range(5), (0, 1, 2), (1, 3, 4)])
+    expected = played(federation(engine, kind, name), [(0, 2, 3, 4), (0, 2), (3, 4)])
+    assert checks.difference(outcome, expected) <= CLOSE[engine]
+    refusals = fed.look()
+    assert {(each.round, each.client) for each in refusals} == {(1, 1), (2, 1), (3, 1)}
+    assert all(each.tensor.partition("/")[0] == where for each in refusals)
+    assert not fed.diverged
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+@pytest.mark.parametrize(("kind", "reason"), [(Raises, "ValueError: a broken disk"), (OtherForm, "another form")])
+def test_who_raises_or_sends_another_form_loses_its_turn(engine, kind, reason):
+    fed = federation(engine, kind)
+    outcome = played(fed, [range(5), (0, 1, 2)])
+    expected = played(federation(engine, FedAvg), [(0, 2, 3, 4), (0, 2)])
+    assert checks.difference(outcome, expected) == 0
+    refusals = fed.look()
+    assert [(each.round, each.client) for each in refusals] == [(1, 1), (2, 1)]
+    assert all(reason in each.reason for each in refusals)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(("name", "where"), [("fedavg", "mean"), ("feddyn", "mean"), ("scaffold", "weight")])
+def test_where_nobody_waits_numbers_are_zeroed_in_their_place(engine, name, where):
+    """As on a GPU: verdicts stay where they are until somebody looks, and no shape changes."""
+    kind, cohorts = methods()[name].load(), [range(5), (0, 1, 2), (1, 3, 4)]
+    fed = federation(engine, spoiling(kind, where), name, patient=True)
+    outcome = played(fed, cohorts)
+    expected = played(federation(engine, kind, name), [(0, 2, 3, 4), (0, 2), (3, 4)])
+    assert checks.difference(outcome, expected) < 1e-12
+    assert [(each.round, each.client) for each in fed.look()] == [(1, 1), (2, 1), (3, 1)]
+    assert fed.look() == []  # said once
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_below_the_quorum_a_round_is_abandoned(patient):
+    """Two of three are needed: with one the server and its clients stay; then it goes on as if nothing had been."""
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=0.6, patient=patient)
+    fed.step((0, 2))
+    server, states = fed.server.clone(), checks.states_of(fed)
+    for _ in range(2):
+        fed.step((1, 3))
+        assert torch.equal(fed.server, server)
+        assert checks.difference(checks.states_of(fed), states) == 0
+    fed.look()
+    assert fed.strikes == 2
+    fed.step((2, 3))
+    fed.look()
+    assert (fed.strikes, fed.diverged) == (0, "")
+    assert not torch.equal(fed.server, server)
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_three_abandoned_rounds_in_a_row_end_a_run(patient):
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, patient=patient)
+    fed.step((0, 2))
+    server = fed.server.clone()
+    for cohort in ((0, 1), (1, 2), (1, 3), (0, 2)):
+        fed.step(cohort)
+    fed.look()
+    assert torch.equal(fed.server, server)  # the last round could have been used, but the run was over
+    assert fed.diverged.startswith("training diverged: too few clients of Spoils sent something usable in 3 rounds")
+    assert "client 'client_1', mean: it holds numbers that are not finite" in fed.diverged
+    assert "a smaller lr (now 0.05)" in fed.diverged
+
+
+def test_the_second_exchange_of_a_round_may_fail():
+    """pFedMT's rounds have several exchanges: an abandoned one leaves the server as it was before the first."""
+    kind = methods()["pfedmt"].load()
+    exchanges = []
+
+    @dataclass(frozen=True)
+    class Late(kind):
+        def aggregate(self, server, cohort):
+            exchanges.append(len(cohort.ids))
+            return super().aggregate(server, cohort)
+
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            spoilt = len(exchanges) % self.exchanges != 0
+            mean = tree_map(lambda t: t * torch.nan, up.mean) if spoilt else up.mean
+            return state, Up(mean, up.own, up.weight, up.group)
+
+    fed = federation("sequential", Late, "pfedmt")
+    assert fed.method.exchanges > 1
+    before = copy.deepcopy(fed.server)
+    fed.step()
+    assert len(exchanges) == 1
+    assert checks.difference(fed.server, before) == 0
+    assert fed.strikes == 1
+
+
+def test_simulated_drop_outs_do_not_count_against_the_quorum():
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, faults=Faults(dropout=0.6))
+    for _ in range(12):
+        ids = fed.step((0, 2, 3, 4))
+        assert len(ids) in (1, 2)
+    assert fed.strikes == 0
+
+
+def test_one_of_several_runs_may_end():
+    """The runs of one batch are judged each for itself; one that is over asks nobody any more."""
+    bad, clients = spoiling(FedAvg, "mean"), toy.toy_clients(SIZES)
+    make = lambda seed: bad(Model(toy.plain_net, dtype=torch.float64), epochs=1, lr=0.05, seed=seed)
+    engine = Vectorised(*(Job(make(seed), clients, seed=seed) for seed in (0, 3)))
+    first, second = (Federation(engine, run, quorum=1.0) for run in range(2))
+    for _ in range(4):
+        step([first, second], [(0, 1), (0, 2)])
+    assert first.diverged
+    assert not second.diverged
+    single = Federation(Vectorised(Job(make(3), clients, seed=3)))
+    for _ in range(4):
+        single.step((0, 2))
+    assert checks.difference(second.server, single.server) < 1e-12
+
+
+# ---------------------------------------------------------------------- in a run
+
+METHOD = '''"""Frail: FedAvg, one of whose clients sends what is no number in every other round."""
+
+from dataclasses import dataclass
+
+import torch
+
+from perfed import Up
+from perfed.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Frail(FedAvg):
+    def local(self, client, down, data):
+        state, up = super().local(client, down, data)
+        bad = data.size == SIZE
+        return state, Up(mean=torch.where(bad, torch.nan, up.mean))
+'''
+TINY = {"clients": 4, "rounds": 3, "epochs": 1, "hidden": 8, "baseline": False}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_run_says_who_was_refused(tmp_path, engine, monkeypatch):
+    """In the log, in the result, and below the table."""
+    size = perfed.run("fedavg", out=tmp_path / "first", **TINY, engine="sequential").about["clients"][2]["train"]
+    (tmp_path / "frail.py").write_text(METHOD.replace("SIZE", str(size)))
+    run = perfed.run(str(tmp_path / "frail.py"), out=tmp_path / "run", **TINY, engine=engine)
+    name = run.about["clients"][2]["name"]
+    expected = [{"round": round, "client": name, "tensor": "mean", "reason": "it holds numbers that are not finite"}
+                for round in (1, 2, 3)]  # fmt: skip
+    lines = [json.loads(line) for line in (run.path / "frail" / "rounds.jsonl").read_text().splitlines()]
+    assert [refusal for line in lines for refusal in line["refused"]] == expected
+    assert run.result("frail")["refused"] == {"count": 3, "first": expected}
+    words = f"Frail: 3 uploads not used: client '{name}' in round 1 (mean: it holds numbers that are not finite)"
+    assert words in (run.path / "report" / "summary.md").read_text()

@@ -1,0 +1,101 @@
+"""What happens to an upload on its way: a client half and a server half, on every engine and in a run."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import perfed
+from perfed.contract import checks, toy
+from perfed.core.errors import Problem
+from perfed.core.messages import Up
+from perfed.core.tree import tree_map
+from perfed.engines.base import Job
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Vectorised
+from perfed.engines.workers import Workers
+from perfed.federation.federation import Federation
+from perfed.training.catalog import methods
+from perfed.wire.base import Transform
+
+ENGINES = {"sequential": Sequential, "workers": Workers, "vectorised": Vectorised}
+
+
+class Doubled(Transform):
+    """Clients send everything twice as large; the server halves it: powers of two change no bit of a mantissa."""
+
+    def client(self, up, key):
+        return dataclasses.replace(up, mean=tree_map(lambda t: t * 2, up.mean), own=tree_map(lambda t: t * 2, up.own))
+
+    def server(self, uploads):
+        half = lambda tree: tree_map(lambda t: (t / 2).to(t.dtype), tree)
+        return dataclasses.replace(uploads, mean=half(uploads.mean), own=half(uploads.own))
+
+
+class Halved(Transform):
+    """Clients send half of it, and the server does not know."""
+
+    def client(self, up, key):
+        return dataclasses.replace(up, mean=tree_map(lambda t: t / 2, up.mean))
+
+
+class Noisy(Transform):
+    """Clients add noise of their own."""
+
+    def client(self, up, key):
+        from perfed.core.random import uniform
+
+        return Up(up.mean + uniform(key, up.mean.shape, up.mean.dtype), up.own, up.weight, up.group)
+
+
+def outcome(engine, wire, name="fedavg", rounds=2):
+    made = ENGINES[engine](Job(toy.maker(methods()[name])(epochs=1), toy.toy_clients(), seed=5, wire=wire))
+    return checks.play(made, [range(len(toy.SIZES))] * rounds)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "apple"])  # a mean; two means and a state; rows of its own
+@pytest.mark.parametrize("engine", ENGINES)
+def test_both_halves_of_a_doubling_cancel(engine, name):
+    checks.compare(outcome(engine, Doubled(), name), outcome(engine, Transform(), name), engine, tolerance=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_client_half_is_what_the_server_receives(engine):
+    start = toy.maker(methods()["fedavg"])(epochs=1).init_server(len(toy.SIZES))
+    plain, half = (outcome(engine, wire, rounds=1).server - start for wire in (Transform(), Halved()))
+    torch.testing.assert_close(half, plain / 2)
+
+
+def test_every_client_has_randomness_of_its_own():
+    sequential = outcome("sequential", Noisy(), rounds=1)
+    assert checks.difference(sequential.server, outcome("sequential", Transform(), rounds=1).server) > 1e-3
+    for engine in ("workers", "vectorised"):
+        checks.compare(outcome(engine, Noisy(), rounds=1), sequential, engine)
+    federation = Federation(
+        Sequential(Job(toy.maker(methods()["fedavg"])(lr=1e-12, weight_decay=0.0), toy.toy_clients(), wire=Noisy()))
+    )
+    federation.begin(range(3))
+    (reply,) = federation.engine.exchange([federation.request(0)])
+    sent = reply.uploads.mean
+    assert all(checks.difference(sent[i], sent[j]) > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_bytes_are_those_on_the_wire():
+    class Short(Transform):
+        def client(self, up, key):
+            return dataclasses.replace(up, mean=up.mean.float())
+
+        def server(self, uploads):
+            return dataclasses.replace(uploads, mean=uploads.mean.double())
+
+    plain, short = (outcome("sequential", wire).traffic["up_mean"] for wire in (Transform(), Short()))
+    assert short * 2 == plain
+
+
+def test_a_run_names_its_treatment(tmp_path):
+    settings = {"clients": 3, "rounds": 1, "epochs": 1, "hidden": 4, "engine": "sequential", "baseline": False}
+    run = perfed.run("fedavg", out=tmp_path / "run", wire="identity", **settings)
+    assert run.config.run.wire == "identity"
+    with pytest.raises(Problem, match=r"run.wire: there is no treatment of uploads 'identiti'.*identity"):
+        perfed.run("fedavg", out=tmp_path / "other", wire="identiti", **settings)
+    assert not (tmp_path / "other").exists()
