@@ -14,7 +14,7 @@ import pytest
 
 import perfed
 from perfed import data, engines, models
-from perfed.data import schemes
+from perfed.data.catalog import datasets, partitions
 from perfed.training import catalog
 from perfed.training.config import Config, DataConfig, ModelConfig, RunConfig, flags, from_dict, read_toml, to_toml
 
@@ -126,10 +126,10 @@ def test_list_methods(answer):
 @pytest.mark.parametrize(
     ("kind", "known"),
     [
-        ("datasets", data.DATASETS),
-        ("partitions", schemes.PARTITIONS),
-        ("models", models.MODELS),
-        ("engines", engines.ENGINES),
+        ("datasets", datasets()),
+        ("partitions", partitions()),
+        ("models", models.networks()),
+        ("engines", engines.engines()),
     ],
 )
 def test_list_the_rest(answer, call, kind, known):
@@ -141,12 +141,12 @@ def test_list_the_rest(answer, call, kind, known):
 
 def test_what_is_listed_can_be_chosen():
     """Every listed name passes the check of settings, and every choice of the settings is listed."""
-    for name in data.DATASETS:
+    for name in datasets():
         if name != "folder":
             data.check(DataConfig(name=name))
-    for name in models.MODELS:
+    for name in models.networks():
         models.check_name(name)
-    for name in engines.ENGINES:
+    for name in engines.engines():
         assert RunConfig(engine=name).engine == name
 
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from perfed.core.errors import Problem
-from perfed.data import DATASETS, load
+from perfed.data import catalog, load, sources
+from perfed.data.catalog import datasets
+from perfed.data.config import DataConfig
 from perfed.data.pool import TEST, TRAIN, VAL, data_dir
-from perfed.data.sources.domains import resized
+from perfed.data.sources.mnist_usps import resized
 from perfed.data.split import divide
 from perfed.report.partition import heading
-from perfed.training.config import DataConfig
 
 
 def real(file):
@@ -98,7 +99,9 @@ def test_split_at_random_does_not_look_at_classes():
 
 
 def test_lists_need_no_torch():
-    code = "import sys, perfed.data, perfed.data.schemes, perfed.models; sys.exit('torch' in sys.modules)"
+    code = "import sys\nfrom perfed import data, models\nfrom perfed.data.catalog import datasets, partitions\n"
+    code += "datasets(), partitions(), models.networks(), data.check(data.DataConfig())\n"
+    code += "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -107,7 +110,33 @@ def test_unknown_name():
         load(DataConfig(name="digit"), 0)
     with pytest.raises(Problem, match="there is no partition 'idd'; did you mean 'iid'"):
         load(DataConfig(partition="idd"), 0)
-    assert all("\n" not in line for line in DATASETS.values())
+    assert all("\n" not in line for line in datasets().values())
+
+
+LINE = '''"""Line: two groups of points on a line."""
+
+import numpy as np
+
+from perfed.data.pool import Pool
+
+ONLY_PARTITION = "natural"
+
+
+def load(config, seed):
+    x = np.random.default_rng(seed).normal(size=(40, 1)).astype(np.float32)
+    return Pool(x, (x[:, 0] > 0).astype(np.int64), classes=2, owner=np.arange(40) % 4)
+'''
+
+
+def test_a_data_set_is_one_file(monkeypatch, tmp_path):
+    (tmp_path / "line.py").write_text(LINE)
+    monkeypatch.setattr(catalog, "SOURCES", tmp_path)
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path)])
+    assert datasets() == {"line": "two groups of points on a line"}
+    clients = load(DataConfig(name="line"), 0)
+    assert (len(clients), clients.shape, clients.classes) == (4, (1,), 2)
+    with pytest.raises(Problem, match="data set 'line' has clients of its own"):
+        load(DataConfig(name="line", partition="iid"), 0)
 
 
 def test_digits():
@@ -132,9 +161,9 @@ def test_names_of_many_clients():
 def test_each_client_is_tested_on_its_own_classes():
     clients = load(DataConfig(partition="classes"), 0)
     for i in range(len(clients)):
-        held = [set(s.y[rows(s, i)].tolist()) for s in (clients.train, clients.test)]
-        assert held[0] == held[1]
-        assert len(held[0]) == 2
+        labels = [set(s.y[rows(s, i)].tolist()) for s in (clients.train, clients.test)]
+        assert labels[0] == labels[1]
+        assert len(labels[0]) == 2
     assert len(set(clients.train.size)) == 1
 
 
@@ -219,7 +248,7 @@ def test_official_test_set_is_kept(tmp_path):
 
 def test_normalisation_of_images(tmp_path):
     plain_images(tmp_path / "cifar10.npz", colour=True)
-    made = lambda how: load(DataConfig(name="cifar10", dir=str(tmp_path), clients=2, normalise=how), 0)
+    made = lambda normalise: load(DataConfig(name="cifar10", dir=str(tmp_path), clients=2, normalise=normalise), 0)
     half, none = made("half"), made("none")
     assert half.mean is not None
     assert half.std is not None

@@ -16,16 +16,17 @@ from scipy.optimize import linprog
 from perfed.core.clients import SPLITS
 from perfed.core.errors import Problem
 from perfed.core.model import Model
-from perfed.data import check, load
+from perfed.data import catalog, check, load, schemes
 from perfed.data.allocation import in_proportion
+from perfed.data.catalog import partitions, scheme
+from perfed.data.config import DataConfig
 from perfed.data.official import in_parts
 from perfed.data.order import order
+from perfed.data.partition import partition
 from perfed.data.pool import TEST, TRAIN, VAL, Pool
-from perfed.data.schemes import PARTITIONS, SETTINGS, partition, scheme
 from perfed.data.schemes.classes import _repair, deal
 from perfed.data.unevenness import emd, gini, measures, wasserstein
 from perfed.methods.pfedmt import PFedMT
-from perfed.training.config import DataConfig
 from perfed.training.experiment import describe
 
 with warnings.catch_warnings():
@@ -42,7 +43,7 @@ def cut(pool, seed=0, **settings):
     return partition(pool, DataConfig(**settings), seed)
 
 
-def held(data, rows):
+def tally(data, rows):
     """Samples of each class, [clients, classes]."""
     return np.stack([np.bincount(data.y[r], minlength=data.classes) for r in rows])
 
@@ -52,7 +53,7 @@ def held(data, rows):
 ALL_USED = {"iid", "dirichlet", "classes", "pairs", "powerlaw", "lognormal", "uneven"}
 
 
-@pytest.mark.parametrize("name", [name for name in PARTITIONS if name not in ("natural", "domains")])
+@pytest.mark.parametrize("name", [name for name in partitions() if name not in ("natural", "domains")])
 def test_rows_are_disjoint_sorted_and_repeat_with_the_seed(name):
     settings = {"classes_per_client": 5} if name == "uneven" else {}  # then every class has a holder here
     first, again, other = (cut(pool(), seed, partition=name, **settings) for seed in (3, 3, 4))
@@ -116,12 +117,12 @@ def test_classes_have_equal_sizes_and_k_classes(counts, clients, k):
     data = pool(counts)
     for seed in range(3):
         rows = cut(data, seed, partition="classes", clients=clients, classes_per_client=k)
-        held = np.stack([np.bincount(data.y[r], minlength=len(counts)) for r in rows])
-        assert ((held > 0).sum(axis=1) == k).all()
-        assert len(np.unique(held.sum(axis=1))) == 1
-        copies = (held > 0).sum(axis=0)[np.array(counts) > 0]
+        table = tally(data, rows)
+        assert ((table > 0).sum(axis=1) == k).all()
+        assert len(np.unique(table.sum(axis=1))) == 1
+        copies = (table > 0).sum(axis=0)[np.array(counts) > 0]
         assert copies.max() - copies.min() <= 1
-        assert len(np.unique(np.concatenate(rows))) == held.sum()
+        assert len(np.unique(np.concatenate(rows))) == table.sum()
 
 
 def test_classes_deal_of_the_pfedmb_experiment():
@@ -148,11 +149,11 @@ def test_classes_problems():
 
 def test_pairs_of_the_pfedmb_experiment():
     data = pool()
-    counts = held(data, cut(data, partition="pairs", clients=10))
+    counts = tally(data, cut(data, partition="pairs", clients=10))
     for i, row in enumerate(counts):
         assert np.flatnonzero(row).tolist() == [i // 2 * 2, i // 2 * 2 + 1]
     assert (counts[counts > 0] == 50).all()
-    fives = held(data, cut(data, partition="pairs", clients=6, classes_per_client=5))
+    fives = tally(data, cut(data, partition="pairs", clients=6, classes_per_client=5))
     assert [np.flatnonzero(row).tolist() for row in fives] == [list(range(5))] * 3 + [list(range(5, 10))] * 3
     assert (fives[fives > 0] == 33).all()  # the hundredth sample of each class stays unused
 
@@ -168,7 +169,7 @@ def test_pairs_problems():
 
 def test_uneven_parts_follow_the_drawn_weights():
     data = pool((5000,) * 20)
-    counts = held(data, cut(data, partition="uneven", clients=30, classes_per_client=6))
+    counts = tally(data, cut(data, partition="uneven", clients=30, classes_per_client=6))
     assert ((counts > 0).sum(axis=1) == 6).all()
     for column in counts.T:
         parts = column[column > 0]
@@ -176,13 +177,13 @@ def test_uneven_parts_follow_the_drawn_weights():
         assert parts.max() / parts.min() < 0.7 / 0.3 * 1.01
     holders = (counts > 0).sum(axis=0)
     assert holders.min() < holders.max()  # drawn, not dealt
-    even = held(data, cut(data, partition="uneven", clients=30, classes_per_client=6, share_low=0.5, share_high=0.5))
+    even = tally(data, cut(data, partition="uneven", clients=30, classes_per_client=6, share_low=0.5, share_high=0.5))
     assert all(np.ptp(column[column > 0]) <= 1 for column in even.T)
 
 
 def test_uneven_leaves_classes_that_nobody_drew():
     data = pool((50,) * 100)
-    counts = held(data, cut(data, partition="uneven", clients=15, classes_per_client=20))
+    counts = tally(data, cut(data, partition="uneven", clients=15, classes_per_client=20))
     unused = counts.sum(axis=0) == 0
     assert 0 < unused.sum() < 12  # 100 * 0.8^15 = 3.5 are expected
     assert (counts.sum(axis=0)[~unused] == 50).all()
@@ -200,7 +201,7 @@ def test_uneven_problems():
 @pytest.mark.parametrize(("clients", "k", "times"), [(20, 2, 2), (50, 3, 1), (7, 2, 2)])
 def test_ring_of_the_pfedmt_code(clients, k, times):
     data = pool((7000,) * 10)
-    counts = held(data, cut(data, partition="ring", clients=clients, classes_per_client=k))
+    counts = tally(data, cut(data, partition="ring", clients=clients, classes_per_client=k))
     more = 0
     for u, row in enumerate(counts):
         labels = sorted((u + j) % 10 for j in range(k))
@@ -240,7 +241,7 @@ def test_log_normal_sizes():
 def test_quantity_skew_leaves_labels_alone(name):
     data = pool((20_000,) * 10)
     rows = cut(data, partition=name, clients=10, min_samples=1000, log_sigma=1)
-    assert emd(held(data, rows)).max() < 0.15
+    assert emd(tally(data, rows)).max() < 0.15
     assert min(map(len, rows)) >= 1000
     assert max(map(len, rows)) > 2 * min(map(len, rows))
     with pytest.raises(Problem, match="20 clients with at least 60 samples each need 1200 samples, but there are 1000"):
@@ -262,7 +263,7 @@ def test_sizes_in_proportion_are_whole_and_complete():
 def test_dirichlet_without_the_cap():
     data = pool()
     capped, free = (cut(data, partition="dirichlet", cap=cap, clients=10) for cap in (True, False))
-    counts = held(data, free)
+    counts = tally(data, free)
     held_before = np.cumsum(counts, axis=1) - counts
     assert (counts[held_before >= 1000 / 10] > 0).any()
     assert counts.sum() == 1000
@@ -285,10 +286,10 @@ def in_three(pool, seed=0, **settings):
     data = in_parts(pool, config, seed)
     rows = partition(data, config, seed)
     assert len(np.unique(np.concatenate(rows))) == sum(map(len, rows))
-    return np.stack([held(data, [r[data.part[r] == part] for r in rows]) for part in (TRAIN, VAL, TEST)])
+    return np.stack([tally(data, [r[data.part[r] == part] for r in rows]) for part in (TRAIN, VAL, TEST)])
 
 
-@pytest.mark.parametrize("name", [name for name in PARTITIONS if name not in ("natural", "domains")])
+@pytest.mark.parametrize("name", [name for name in partitions() if name not in ("natural", "domains")])
 def test_the_same_assignment_in_three_parts(name):
     pool = official(6000, 1500)
     counts = in_three(pool, partition=name, val=0.2, clients=20, min_samples=20)
@@ -353,9 +354,9 @@ def test_natural_keeps_owners_together_and_limits_their_number():
     everyone = cut(data, partition="natural", clients=0)
     assert [np.unique(owner[r]).tolist() for r in everyone] == [[i] for i in range(7)]
     assert sum(map(len, everyone)) == 1000
-    some = [[int(owner[r[0]]) for r in cut(data, seed, partition="natural", clients=3)] for seed in range(9)]
-    assert all(len(chosen) == 3 and chosen == sorted(chosen) for chosen in some)
-    assert len(set(map(tuple, some))) > 1
+    draws = [[int(owner[r[0]]) for r in cut(data, seed, partition="natural", clients=3)] for seed in range(9)]
+    assert all(len(chosen) == 3 and chosen == sorted(chosen) for chosen in draws)
+    assert len(set(map(tuple, draws))) > 1
 
 
 def test_domains_have_clients_of_their_own():
@@ -368,7 +369,7 @@ def test_domains_have_clients_of_their_own():
     assert min(map(len, rows)) >= 5
     assert all((a == b).all() for a, b in zip(rows, again, strict=True))
     assert [r.tolist() for r in rows] != [r.tolist() for r in other]
-    even = held(data, cut(data, partition="domains", clients=6, alpha=1e6, cap=False))
+    even = tally(data, cut(data, partition="domains", clients=6, alpha=1e6, cap=False))
     for domain in range(3):  # with a large alpha every client has its domain's mix
         whole = np.bincount(data.y[owner == domain], minlength=10)
         assert np.abs(even[2 * domain : 2 * domain + 2] - whole / 2).max() <= 1.5
@@ -383,7 +384,9 @@ def test_domains_in_three_parts():
     for domain, mine in ((0, rows[:3]), (1, rows[3:])):
         parts = [np.flatnonzero((owner == domain) & (data.part == part)) for part in (TRAIN, VAL, TEST)]
         totals = [np.bincount(data.y[part], minlength=10) for part in parts]
-        share = [held(data, [np.intersect1d(r, part) for r in mine]) / t for part, t in zip(parts, totals, strict=True)]
+        share = [
+            tally(data, [np.intersect1d(r, part) for r in mine]) / t for part, t in zip(parts, totals, strict=True)
+        ]
         assert np.abs(share[1] - share[0]).max() <= 1 / totals[1].min() + 1e-9
         assert np.abs(share[2] - share[0]).max() <= 1 / totals[2].min() + 1e-9
 
@@ -407,7 +410,33 @@ def test_default_schemes():
     assert scheme(DataConfig(name="mnist", partition="natural")) == "natural"
     assert {scheme(DataConfig(name=name)) for name in ("har", "synthetic", "folder")} == {"natural"}
     assert scheme(DataConfig(name="mnist-usps")) == "domains"
-    assert set(SETTINGS) < set(PARTITIONS)
+
+
+HALVES = '''"""Halves: the first client gets every other sample of each class."""
+
+import numpy as np
+
+from perfed.data.allocation import Shares
+
+READS = ("alpha",)
+
+
+def share(sizes, config, rng):
+    counts = np.zeros((len(sizes), config.clients), dtype=np.int64)
+    counts[:, 0] = sizes // 2
+    counts[:, 1:] = (sizes // 2 // (config.clients - 1))[:, None]
+    return Shares(counts, sizes)
+'''
+
+
+def test_a_scheme_is_one_file(monkeypatch, tmp_path):
+    (tmp_path / "by_halves.py").write_text(HALVES)
+    monkeypatch.setattr(catalog, "SCHEMES", tmp_path)
+    monkeypatch.setattr(schemes, "__path__", [str(tmp_path)])
+    assert partitions() == {"by-halves": "the first client gets every other sample of each class"}
+    clients = load(DataConfig(partition="by-halves", clients=3, alpha=0.7), 0)
+    assert clients.train.size[0] > 1.9 * clients.train.size[1]
+    assert clients.partition["settings"] == {"alpha": 0.7}
 
 
 def test_wrong_settings_are_problems():
@@ -500,7 +529,7 @@ def test_skews_compose_and_do_not_move_each_other():
     alone = [load(DataConfig(**{key: value}), 0).partition for key, value in settings.items()]
     together = load(DataConfig(**settings), 0).partition
     assert together is not None
-    assert together["skews"] == {key: value for one in alone if one for key, value in one["skews"].items()}
+    assert together["skews"] == {key: value for each in alone if each for key, value in each["skews"].items()}
 
 
 def test_skew_problems(tmp_path):
@@ -525,10 +554,10 @@ def test_skew_problems(tmp_path):
 # --- teams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["random", "labels"])
-def test_another_order_has_the_same_clients(how):
+@pytest.mark.parametrize("team_order", ["random", "labels"])
+def test_another_order_has_the_same_clients(team_order):
     config = dict(rotate="0,90", noise=0.1, relabel=0.5, partition="classes")
-    dealt, moved = load(DataConfig(**config), 0), load(DataConfig(**config, team_order=how), 0)
+    dealt, moved = load(DataConfig(**config), 0), load(DataConfig(**config, team_order=team_order), 0)
     assert moved.partition is not None
     assert sorted(moved.names) == list(dealt.names)
     assert moved.names != dealt.names
@@ -559,18 +588,18 @@ def test_measures_by_hand():
     assert emd(counts).tolist() == pytest.approx([0.45 + 0.15 + 0.3, 0.3 + 0.1 + 0.2, 0.6])
     assert wasserstein(counts).tolist() == pytest.approx(np.sqrt(2) * np.array([0.75, 0.375, 0.375]))
     assert gini(np.array([40, 20, 40])) == pytest.approx((20 + 20 + 0) * 2 / 9 / (2 * 100 / 3))
-    found = measures(counts)
-    assert found["emd"] == pytest.approx(0.7)
-    assert found["total_variation"] == pytest.approx(0.35)
-    assert (found["smallest"], found["largest"], found["max_over_min"]) == (20, 40, 2)
-    assert found["classes"] == [2, 2, 2]
+    values = measures(counts)
+    assert values["emd"] == pytest.approx(0.7)
+    assert values["total_variation"] == pytest.approx(0.35)
+    assert (values["smallest"], values["largest"], values["max_over_min"]) == (20, 40, 2)
+    assert values["classes"] == [2, 2, 2]
 
 
 def test_measures_of_clients_that_are_alike():
-    found = measures(np.array([[5, 15], [5, 15]]))
-    assert found["emd"] == found["wasserstein"] == found["gini"] == 0
-    one = measures(np.array([[5, 15]]))
-    assert one["wasserstein"] == 0
+    values = measures(np.array([[5, 15], [5, 15]]))
+    assert values["emd"] == values["wasserstein"] == values["gini"] == 0
+    alone = measures(np.array([[5, 15]]))
+    assert alone["wasserstein"] == 0
 
 
 def test_wasserstein_is_the_cheapest_transport():
@@ -625,8 +654,8 @@ def test_show_writes_a_table_pictures_and_counts(show, tmp_path):
     assert len(lines) == 1 + 3 * 10
     clients = load(DataConfig(partition="pairs", clients=10, relabel=0.5), 0)
     assert sum(map(int, lines[1][2:])) == clients.train.size[0]
-    held = np.array([line[2:] for line in lines[1:] if line[1] == "train"], dtype=int)
-    assert f"most frequent label {100 * (held.max(1) / held.sum(1)).mean():.1f} %" in out
+    counts = np.array([line[2:] for line in lines[1:] if line[1] == "train"], dtype=int)
+    assert f"most frequent label {100 * (counts.max(1) / counts.sum(1)).mean():.1f} %" in out
 
 
 def test_show_many_clients_and_classes(show):
@@ -650,12 +679,12 @@ def test_show_as_json(show):
     code, out, err = show("show", "--partition", "classes", "--seed", "3", "--json")
     assert code == 0
     assert "training" in err  # the table, for people
-    found = json.loads(out)
+    shown = json.loads(out)
     clients = load(DataConfig(partition="classes"), 3)
-    assert found["clients"][7]["name"] == "client_07"
-    assert found["clients"][7]["labels"]["test"] == torch.bincount(pieces(clients, "test")[7][1], minlength=10).tolist()
-    assert found["measures"]["gini"] == 0
-    assert found["files"] == []
+    assert shown["clients"][7]["name"] == "client_07"
+    assert shown["clients"][7]["labels"]["test"] == torch.bincount(pieces(clients, "test")[7][1], minlength=10).tolist()
+    assert shown["measures"]["gini"] == 0
+    assert shown["files"] == []
 
 
 def test_show_is_the_same_every_time(show, tmp_path):

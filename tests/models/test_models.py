@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from perfed import models
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
-from perfed.models import MODELS, build
-from perfed.training.config import ModelConfig
+from perfed.models import build, networks
+from perfed.models.config import ModelConfig
 
 
 def clients(shape, classes=10, dtype=torch.float32):
@@ -41,7 +42,7 @@ def test_mlp_width():
     assert count("mlp", (60,), hidden=20) == 1_430
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", networks())
 def test_every_network_gives_logits_and_has_a_head(name):
     model = build(ModelConfig(name=name), clients((3, 32, 32), 7))()
     assert model(torch.rand(4, 3, 32, 32)).shape == (4, 7)
@@ -98,6 +99,18 @@ def test_each_call_makes_a_new_network_and_the_trial_draws_nothing():
 def test_networks_that_do_not_fit(name, shape, sentence):
     with pytest.raises(Problem, match=sentence):
         build(ModelConfig(name=name), clients(shape))
+
+
+def test_a_network_is_one_file(monkeypatch, tmp_path):
+    (tmp_path / "two_layers.py").write_text(
+        '"""Two layers: of width model.hidden."""\n\nfrom torch import nn\n\n\n'
+        "def network(shape, classes, config):\n"
+        "    return nn.Sequential(nn.Linear(shape[0], config.hidden), nn.Linear(config.hidden, classes))\n"
+    )
+    monkeypatch.setattr(models, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(models, "__path__", [str(tmp_path), *models.__path__])
+    assert networks() == {"two-layers": "of width model.hidden"}
+    assert count("two-layers", (6,), classes=4, hidden=3) == 7 * 3 + 4 * 4
 
 
 OWN = """

@@ -487,17 +487,16 @@ def list_(
     json: Json = False,
 ) -> None:
     """What there is to choose from."""
-    from perfed import data as sources
     from perfed import engines, models
-    from perfed.data import schemes
+    from perfed.data.catalog import datasets, partitions
     from perfed.studies.papers import protocol
 
     tables = {
         "methods": {name: entry.summary for name, entry in catalog.methods().items()},
-        "datasets": sources.DATASETS,
-        "partitions": schemes.PARTITIONS,
-        "models": models.MODELS,
-        "engines": engines.ENGINES,
+        "datasets": datasets(),
+        "partitions": partitions(),
+        "models": models.networks(),
+        "engines": engines.engines(),
         "tables": {name: protocol.find(name).title for name in protocol.names()},
     }
     if kind not in tables:

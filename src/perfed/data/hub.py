@@ -9,19 +9,9 @@ import numpy as np
 
 from perfed.core.errors import Problem
 
-# name -> repository, image column, label column
-HUB = {
-    "mnist": ("ylecun/mnist", "image", "label"),
-    "fashion-mnist": ("zalando-datasets/fashion_mnist", "image", "label"),
-    "usps": ("flwrlabs/usps", "image", "label"),
-    "cifar10": ("uoft-cs/cifar10", "img", "label"),
-    "cifar100": ("uoft-cs/cifar100", "img", "fine_label"),
-}
 
-
-def fetch(name: str, path: Path) -> None:
-    """Download `name` and write it to `path` as x_train, y_train, x_test, y_test."""
-    repository, image, label = HUB[name]
+def fetch(repository: str, image_column: str, label_column: str, path: Path) -> None:
+    """Download a data set and write it to `path` as x_train, y_train, x_test, y_test."""
     try:
         loader = importlib.import_module("datasets")
     except ImportError:
@@ -30,8 +20,8 @@ def fetch(name: str, path: Path) -> None:
         raw = loader.load_dataset(repository)
         arrays = {}
         for part in ("train", "test"):
-            arrays[f"x_{part}"] = np.stack([np.asarray(picture) for picture in raw[part][image]])
-            arrays[f"y_{part}"] = np.asarray(raw[part][label], dtype=np.int64)
+            arrays[f"x_{part}"] = np.stack([np.asarray(picture) for picture in raw[part][image_column]])
+            arrays[f"y_{part}"] = np.asarray(raw[part][label_column], dtype=np.int64)
     except Exception as error:  # network, hub and format errors come in many classes
         first = (str(error).splitlines() or [""])[0]
         raise Problem(f"'{repository}' could not be fetched from the Hugging Face hub: {first}") from error

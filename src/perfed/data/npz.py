@@ -10,7 +10,7 @@ from perfed.core.errors import Problem
 
 
 def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """All arrays of one .npz file; a file that is damaged or holds pickled objects is a Problem."""
+    """Read all arrays of an .npz file; a file that is damaged or holds pickled objects is a Problem."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return {key: archive[key] for key in archive.files}
@@ -21,7 +21,7 @@ def read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def need(arrays: dict[str, np.ndarray], keys: tuple[str, ...], where: object) -> list[np.ndarray]:
-    """The named arrays in order; a missing one is a Problem."""
+    """Return the named arrays in order; a missing array is a Problem."""
     for key in keys:
         if key not in arrays:
             raise Problem(f"{where} has no array '{key}' (it has: {', '.join(sorted(arrays)) or 'nothing'})")

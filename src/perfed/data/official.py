@@ -1,4 +1,4 @@
-"""Official test sets kept as they are: the training samples alone give the validation part."""
+"""Official test sets, kept as they are: the training samples alone give the validation part."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import dataclasses
 import numpy as np
 
 from perfed.core.errors import Problem
+from perfed.data.config import DataConfig
 from perfed.data.pool import TEST, TRAIN, VAL, Pool, spread
-from perfed.training.config import DataConfig
 
 _VALIDATION = 9  # the random stream of this purpose
 
 
 def in_parts(pool: Pool, config: DataConfig, seed: int) -> Pool:
-    """The pool with every row in training, validation or test: data.val of the official training rows are validation.
+    """Put every row into training, validation or test: data.val of the official training rows are validation.
 
     data.stratify takes the same share of every class.
     """

@@ -11,7 +11,15 @@ from perfed.data.npz import need, read_npz
 
 
 def read_samples(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    """Samples [n, *shape] from .npz (array x), .npy, or .csv with one flat sample per line."""
+    """Read samples to predict on.
+
+    Args:
+        path: an .npz file (array x), .npy, or .csv with one flat sample per line.
+        shape: the shape of a sample.
+
+    Returns:
+        The samples [n, *shape], or as the file has them where that is another shape.
+    """
     if not path.is_file():
         raise Problem(f"there is no input file '{path}'")
     kind = path.suffix.lower()

@@ -12,24 +12,33 @@ from typing import Any
 import numpy as np
 
 from perfed.core.errors import Problem
-from perfed.training.config import DataConfig
+from perfed.data.config import DataConfig
 
 _ROTATE, _RELABEL, _ROWS, _NOISE = 4, 5, 6, 7  # random streams
 
 
 @dataclass(frozen=True)
 class Skews:
-    """What happens to each client's samples; None where nothing does."""
+    """The changes to each client's samples; None where there is none.
+
+    Attributes:
+        seed: what everything drawn here follows from.
+        degrees: [clients], how far images are turned.
+        level: [clients], the deviation of the noise.
+        group: [clients], which of the maps.
+        maps: [groups, classes], the new name of each label.
+        share: the share of samples that are renamed.
+    """
 
     seed: int
-    degrees: np.ndarray | None = None  # [clients]
-    level: np.ndarray | None = None  # [clients], deviation of the noise
-    group: np.ndarray | None = None  # [clients], which of the maps
-    maps: np.ndarray | None = None  # [groups, classes], the new name of each label
-    share: float = 0.0  # of samples that are renamed
+    degrees: np.ndarray | None = None
+    level: np.ndarray | None = None
+    group: np.ndarray | None = None
+    maps: np.ndarray | None = None
+    share: float = 0.0
 
     def labels(self, y: np.ndarray, client: int, part: int) -> np.ndarray:
-        """One client's labels in one part, as it uses them."""
+        """Return a client's labels in one part, as it uses them."""
         if self.group is None or self.maps is None:
             return y
         rng = np.random.default_rng([self.seed, _ROWS, client, part])
@@ -39,7 +48,7 @@ class Skews:
         return y
 
     def features(self, x: np.ndarray, client: int, part: int) -> np.ndarray:
-        """One client's samples in one part, as it sees them."""
+        """Return a client's samples in one part, as it sees them."""
         if self.degrees is not None:
             x = np.rot90(x, int(self.degrees[client]) // 90, axes=(2, 3))
         if self.level is None:
@@ -51,39 +60,39 @@ class Skews:
         return np.clip(np.rint(x + 255 * noise), 0, 255).astype(np.uint8)  # bytes stay bytes
 
     def about(self, places: np.ndarray) -> dict[str, Any]:
-        """The same as plain values for a file, with the clients in this order."""
-        out: dict[str, Any] = {}
+        """Return the skews as plain values for a file, with the clients in this order."""
+        plain: dict[str, Any] = {}
         if self.degrees is not None:
-            out["rotate"] = self.degrees[places].tolist()
+            plain["rotate"] = self.degrees[places].tolist()
         if self.level is not None:
-            out["noise"] = [round(v, 9) for v in self.level[places].tolist()]
+            plain["noise"] = [round(level, 9) for level in self.level[places].tolist()]
         if self.group is not None and self.maps is not None:
-            out["relabel"] = {"share": self.share, "groups": self.group[places].tolist(), "maps": self.maps.tolist()}
-        return out
-
-
-def angles(config: DataConfig) -> list[int]:
-    """data.rotate as whole degrees."""
-    try:
-        found = [int(word) for word in config.rotate.split(",")] if config.rotate.strip() else []
-    except ValueError:
-        found = [1]
-    if any(angle % 90 for angle in found):
-        raise Problem(f"data.rotate takes multiples of 90 with commas between, as 0,90,180,270, not '{config.rotate}'")
-    return found
+            plain["relabel"] = {"share": self.share, "groups": self.group[places].tolist(), "maps": self.maps.tolist()}
+        return plain
 
 
 def draw(config: DataConfig, clients: int, classes: int, sample: tuple[int, ...], seed: int) -> Skews:
-    """The skews that `config` asks for; each has a random stream of its own."""
+    """Draw the skews that a configuration asks for; each has a random stream of its own.
+
+    Args:
+        config: the skews.
+        clients: how many clients there are.
+        classes: how many classes there are.
+        sample: the shape of a sample.
+        seed: what everything drawn here follows from.
+
+    Returns:
+        What happens to each client's samples.
+    """
     degrees, level, group, maps = None, None, None, None
-    if turns := angles(config):
+    if angles := config.angles():
         if len(sample) != 3:
             raise Problem(
                 f"data.rotate needs images [channels, height, width], but '{config.name}' has samples {sample}"
             )
-        if sample[1] != sample[2] and any(turn % 180 for turn in turns):
+        if sample[1] != sample[2] and any(angle % 180 for angle in angles):
             raise Problem(f"data.rotate can turn images of {sample[1]}x{sample[2]} by 0 and 180 degrees only")
-        degrees = np.array(turns)[_groups(clients, len(turns), "data.rotate", [seed, _ROTATE])]
+        degrees = np.array(angles)[_groups(clients, len(angles), "data.rotate", [seed, _ROTATE])]
     if config.noise:
         level = config.noise * np.arange(1, clients + 1) / clients
     if config.relabel:
@@ -93,19 +102,20 @@ def draw(config: DataConfig, clients: int, classes: int, sample: tuple[int, ...]
     return Skews(seed, degrees, level, group, maps, config.relabel)
 
 
-def _groups(clients: int, count: int, what: str, key: list[int]) -> np.ndarray:
-    """A group for each client, at random; sizes differ by one at most."""
+def _groups(clients: int, count: int, setting: str, key: list[int]) -> np.ndarray:
+    """Draw a group for each client; sizes differ by one at most."""
     if count > clients:
-        raise Problem(f"{what} makes {count} groups, but there are only {clients} clients")
+        raise Problem(f"{setting} makes {count} groups, but there are only {clients} clients")
     return np.random.default_rng(key).permutation(np.arange(clients) % count)
 
 
 def _maps(count: int, classes: int, by: str, rng: np.random.Generator) -> np.ndarray:
+    """Draw the new name of every label for each group, [groups, classes]."""
     if by == "permutation":
         return np.stack([rng.permutation(classes) for _ in range(count)])
     if 2 * count > classes:
         raise Problem(f"data.relabel_groups is {count}, but {classes} labels make only {classes // 2} pairs to swap")
     maps = np.tile(np.arange(classes), (count, 1))
-    for own, pair in zip(maps, rng.permutation(classes)[: 2 * count].reshape(count, 2), strict=True):
-        own[pair] = own[pair[::-1]]
+    for names, pair in zip(maps, rng.permutation(classes)[: 2 * count].reshape(count, 2), strict=True):
+        names[pair] = names[pair[::-1]]
     return maps

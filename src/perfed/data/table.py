@@ -1,4 +1,4 @@
-"""Rows of the user's own files, and how they are checked; CSV files are read here."""
+"""Rows of the user's own files; CSV files are read and checked here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from pathlib import Path
 import numpy as np
 
 from perfed.core.errors import Problem
+from perfed.data.config import DataConfig
 from perfed.data.pool import UNDECIDED
-from perfed.training.config import DataConfig
 
 
 @dataclass(frozen=True)
 class Table:
-    """Samples of one client from one file."""
+    """Samples of one client from one file.
+
+    Attributes:
+        client: its name.
+        file: where they are from.
+        x: [rows, ...], the samples.
+        y: [rows], the labels.
+        part: TRAIN, VAL or TEST where the file says so.
+        key: the name of the array.
+        lines: [rows], in CSV files the line of each row.
+    """
 
     client: str
     file: Path
@@ -23,18 +33,25 @@ class Table:
     y: np.ndarray
     part: int = UNDECIDED
     key: str = "x"
-    lines: np.ndarray | None = None  # in CSV files: the line of each row
+    lines: np.ndarray | None = None
 
-    def row(self, i: int) -> str:
-        """Where row i stands, for people."""
-        place = f"row {i} of {self.key}" if self.lines is None else f"line {self.lines[i]}"
+    def row(self, index: int) -> str:
+        """Say where a row stands, for people."""
+        place = f"row {index} of {self.key}" if self.lines is None else f"line {self.lines[index]}"
         return f"client '{self.client}', {place} in {self.file.name}"
 
 
 def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several: bool) -> tuple[list[Table], list[str]]:
-    """The clients of one CSV file and its feature columns, in the order of `columns` where given.
+    """Read the clients of a CSV file.
 
-    One of `several` files is one client; a file alone has a column that names the client.
+    Args:
+        path: the file.
+        config: names the columns of clients and labels.
+        columns: the feature columns of the files before it.
+        several: each of several files is one client; a file alone has a column that names the client.
+
+    Returns:
+        Every client's rows, and the feature columns, in the order of `columns` where given.
     """
     header, lines, cells = _cells(path)
     wanted = [config.label_column] if several else [config.client_column, config.label_column]
@@ -53,25 +70,25 @@ def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several:
     if not features:
         raise Problem(f"{path.name} has no feature column beside {', '.join(wanted)}")
     features = columns or features
-    at = lambda column: np.array([row[header.index(column)].strip() for row in cells], dtype=str)
-    labels = at(config.label_column)
-    clients = np.full(len(cells), path.stem) if several else at(config.client_column)
+    texts = lambda column: np.array([row[header.index(column)].strip() for row in cells], dtype=str)
+    labels = texts(config.label_column)
+    clients = np.full(len(cells), path.stem) if several else texts(config.client_column)
     for column, values in ((config.label_column, labels), (config.client_column, clients)):
         if (values == "").any():
             raise Problem(f"{path.name}, line {lines[np.argmax(values == '')]}: the column '{column}' is empty")
     places = [header.index(column) for column in features]
-    x = _numbers(path, [[row[i] for i in places] for row in cells], features, lines, clients)
+    x = _numbers(path, [[row[place] for place in places] for row in cells], features, lines, clients)
     if not len(cells):
         raise Problem(f"{path.name} has no training sample: there is no line below the header")
     order = np.argsort(clients, kind="stable")
     names, start = np.unique(clients[order], return_index=True)
     pieces = np.split(order, start[1:])
-    tables = [Table(str(n), path, x[p], labels[p], lines=lines[p]) for n, p in zip(names, pieces, strict=True)]
-    return tables, features
+    rows_of = zip(names, pieces, strict=True)
+    return [Table(str(name), path, x[rows], labels[rows], lines=lines[rows]) for name, rows in rows_of], features
 
 
 def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
-    """Header, line numbers and rows of a CSV file; empty lines are skipped."""
+    """Read header, line numbers and rows of a CSV file; empty lines are skipped."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file)
@@ -92,6 +109,7 @@ def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
 def _numbers(
     path: Path, cells: list[list[str]], columns: list[str], lines: np.ndarray, clients: np.ndarray
 ) -> np.ndarray:
+    """Return the features as numbers; a cell that is none is a Problem that says where it stands."""
     if not cells:
         return np.empty((0, len(columns)))
     try:

@@ -1,4 +1,4 @@
-"""How uneven clients are, from how many samples of each label each of them holds.
+"""Measures of how uneven clients are, from how many samples of each label each of them holds.
 
 p_i is client i's label distribution and p that of all samples together.
 
@@ -16,7 +16,7 @@ import numpy as np
 
 
 def emd(counts: np.ndarray) -> np.ndarray:
-    """EMD of every client's labels to all labels together; counts are [clients, classes].
+    """Return the EMD of every client's labels to all labels together; counts are [clients, classes].
 
     >>> emd(np.array([[4, 0], [0, 4]])).tolist()
     [1.0, 1.0]
@@ -25,46 +25,46 @@ def emd(counts: np.ndarray) -> np.ndarray:
 
 
 def wasserstein(counts: np.ndarray) -> np.ndarray:
-    """The mean 1-Wasserstein distance of every client's labels to those of each other client; 0 for one client."""
-    p, n = _mix(counts), len(counts)
-    # Per label, sum_j |p_i - p_j| = p_i (2 r - n) + sum of all - 2 sum of the r smaller ones: no loop over pairs.
+    """Return the mean 1-Wasserstein distance of every client's labels to those of the others; 0 for one client."""
+    p, clients = _mix(counts), len(counts)
+    # Per label, with r the rank: sum_j |p_i - p_j| = p_i (2 r - n) + sum of all - 2 sum of the r smaller: no pairs.
     order = np.argsort(p, axis=0, kind="stable")
     ranked = np.take_along_axis(p, order, axis=0)
     smaller = np.cumsum(ranked, axis=0) - ranked
-    sums = ranked * (2 * np.arange(n)[:, None] - n) + ranked.sum(axis=0) - 2 * smaller
-    apart = np.empty_like(p)
-    np.put_along_axis(apart, order, sums, axis=0)
-    return np.sqrt(2) / 2 * np.maximum(apart.sum(axis=1), 0) / max(n - 1, 1)
+    sums = ranked * (2 * np.arange(clients)[:, None] - clients) + ranked.sum(axis=0) - 2 * smaller
+    distances = np.empty_like(p)
+    np.put_along_axis(distances, order, sums, axis=0)
+    return np.sqrt(2) / 2 * np.maximum(distances.sum(axis=1), 0) / max(clients - 1, 1)
 
 
 def gini(sizes: np.ndarray) -> float:
-    """Mean absolute difference of two sizes over twice their mean.
+    """Return the mean absolute difference of two sizes over twice their mean.
 
     >>> gini(np.array([1, 3]))
     0.25
     """
-    ranked, n = np.sort(sizes), len(sizes)
-    return float(((2 * np.arange(1, n + 1) - n - 1) * ranked).sum() / (n * ranked.sum()))
+    ranked, clients = np.sort(sizes), len(sizes)
+    return float(((2 * np.arange(1, clients + 1) - clients - 1) * ranked).sum() / (clients * ranked.sum()))
 
 
 def measures(counts: np.ndarray) -> dict[str, Any]:
-    """All measures as plain values: means over clients, and per client."""
-    far, apart, sizes = emd(counts), wasserstein(counts), counts.sum(axis=1)
-    short = lambda values: [round(v, 6) for v in values.tolist()]
+    """Return all measures as plain values: means over clients, and per client."""
+    emds, distances, sizes = emd(counts), wasserstein(counts), counts.sum(axis=1)
+    rounded = lambda values: [round(value, 6) for value in values.tolist()]
     return {
-        "emd": round(float(far.mean()), 6),
-        "total_variation": round(float(far.mean()) / 2, 6),
-        "wasserstein": round(float(apart.mean()), 6),
+        "emd": round(float(emds.mean()), 6),
+        "total_variation": round(float(emds.mean()) / 2, 6),
+        "wasserstein": round(float(distances.mean()), 6),
         "gini": round(gini(sizes), 6),
         "largest": int(sizes.max()),
         "smallest": int(sizes.min()),
         "max_over_min": round(float(sizes.max() / max(sizes.min(), 1)), 6),
-        "classes": [int(v) for v in (counts > 0).sum(axis=1)],
-        "emd_per_client": short(far),
-        "wasserstein_per_client": short(apart),
+        "classes": (counts > 0).sum(axis=1).tolist(),
+        "emd_per_client": rounded(emds),
+        "wasserstein_per_client": rounded(distances),
     }
 
 
 def _mix(counts: np.ndarray) -> np.ndarray:
-    """Label distributions, one row per client; a client without samples counts as all zeros."""
+    """Return label distributions, one row per client; a client without samples counts as all zeros."""
     return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)

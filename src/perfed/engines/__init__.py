@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfed.core.discover import constants, describe, parse
 from perfed.core.errors import Problem
 
 if TYPE_CHECKING:
@@ -13,12 +16,18 @@ if TYPE_CHECKING:
     from perfed.engines.base import Engine, Job
     from perfed.training.config import RunConfig
 
-ENGINES: dict[str, str] = {
-    "auto": "vectorised on a GPU, workers on several cores, else sequential",
-    "sequential": "one client after another: the reference",
-    "workers": "one single-threaded process per core, clients shared out as they finish",
-    "vectorised": "a block of clients as one batched computation (vmap): made for GPUs",
-}
+AUTO = "vectorised on a GPU, workers on several cores, else sequential"  # what `pick_engine` decides
+
+
+def engines() -> dict[str, str]:
+    """Name and describe the engines: the files here with a class that has a `name`."""
+    described = {"auto": AUTO}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = parse(path)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and "name" in (values := constants(node.body)):
+                described[values["name"]] = describe(ast.get_docstring(tree))
+    return described
 
 
 def pick_device(wanted: str) -> str:

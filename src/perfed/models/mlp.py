@@ -1,4 +1,4 @@
-"""A network with one hidden layer."""
+"""MLP: one hidden layer with ReLU, of width model.hidden."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from perfed.training.config import ModelConfig
+from perfed.models.config import ModelConfig
 
 
 class MLP(nn.Module):
@@ -22,5 +22,14 @@ class MLP(nn.Module):
 
 
 def network(shape: tuple[int, ...], classes: int, config: ModelConfig) -> MLP:
-    """For samples of any shape."""
+    """Make the network for samples of any shape.
+
+    Args:
+        shape: the shape of a sample.
+        classes: how many classes there are.
+        config: hidden, the width of the hidden layer.
+
+    Returns:
+        The network, with random weights.
+    """
     return MLP(math.prod(shape), config.hidden, classes)

@@ -1,4 +1,4 @@
-"""Multinomial logistic regression."""
+"""MLR: multinomial logistic regression: one linear layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor, nn
 
-from perfed.training.config import ModelConfig
+from perfed.models.config import ModelConfig
 
 
 class MLR(nn.Module):
@@ -21,5 +21,13 @@ class MLR(nn.Module):
 
 
 def network(shape: tuple[int, ...], classes: int, _config: ModelConfig) -> MLR:
-    """For samples of any shape."""
+    """Make the network for samples of any shape.
+
+    Args:
+        shape: the shape of a sample.
+        classes: how many classes there are.
+
+    Returns:
+        The network, with random weights.
+    """
     return MLR(math.prod(shape), classes)

@@ -1,11 +1,14 @@
-"""A small residual network for images of CIFAR's size (He et al., 2016)."""
+"""ResNet: small residual network, three blocks of 16, 32 and 64 channels, batch or group normalisation.
+
+For images of CIFAR's size (He et al., 2016).
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
+from perfed.models.config import ModelConfig
 from perfed.models.shapes import image
-from perfed.training.config import ModelConfig
 
 
 def _norm(kind: str, width: int) -> nn.Module:
@@ -49,6 +52,15 @@ class ResNet(nn.Module):
 
 
 def network(shape: tuple[int, ...], classes: int, config: ModelConfig) -> ResNet:
-    """For images of at least 8x8 pixels."""
+    """Make the network for images of at least 8x8 pixels.
+
+    Args:
+        shape: the shape of a sample.
+        classes: how many classes there are.
+        config: norm, the kind of normalisation.
+
+    Returns:
+        The network, with random weights.
+    """
     channels, _, _ = image(shape, "resnet", least=8)
     return ResNet(channels, classes, config.norm)

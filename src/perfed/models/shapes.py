@@ -1,4 +1,4 @@
-"""What image networks need to know about a sample."""
+"""The shapes of images, for networks that depend on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from perfed.core.errors import Problem
 
 
 def image(shape: tuple[int, ...], name: str, least: int) -> tuple[int, int, int]:
-    """Channels, height and width of a sample; a Problem where it is no image or too small."""
+    """Return channels, height and width of a sample; refuse what is no image or too small."""
     if len(shape) != 3:
         raise Problem(f"model.name '{name}' needs images [channels, height, width], but a sample has shape {shape}")
     channels, height, width = shape
@@ -16,7 +16,7 @@ def image(shape: tuple[int, ...], name: str, least: int) -> tuple[int, int, int]
 
 
 def after_two_convolutions(height: int, width: int) -> int:
-    """Pixels left by two rounds of a 5x5 convolution without padding and 2x2 pooling.
+    """Count the pixels left by two rounds of a 5x5 convolution without padding and 2x2 pooling.
 
     >>> after_two_convolutions(32, 32)
     25

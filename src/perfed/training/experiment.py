@@ -44,13 +44,15 @@ from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.data import load
-from perfed.data.schemes import scheme
+from perfed.data.catalog import scheme
+from perfed.data.config import DataConfig
 from perfed.engines import pick_device, pick_engine
 from perfed.federation.faults import faults_of, refuse_pointless
 from perfed.federation.federation import cohort_size
-from perfed.models import build, is_path, make_network, refuse_mixing, suits
+from perfed.models import build, is_path, make_network, suits
+from perfed.models.trial import refuse_mixing
 from perfed.training import catalog, files
-from perfed.training.config import Config, DataConfig, from_dict, new_folder, read_toml, to_toml
+from perfed.training.config import Config, from_dict, new_folder, read_toml, to_toml
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 MANY = 1000  # clients from which on a file for each is written only where that is asked for

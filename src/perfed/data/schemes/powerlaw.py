@@ -1,14 +1,25 @@
-"""Quantity skew: sizes fall as a power of their rank, labels are mixed alike everywhere."""
+"""Power law: sizes fall as a power of their rank, labels are mixed alike: quantity skew."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from perfed.data.allocation import Shares, in_proportion
-from perfed.training.config import DataConfig
+from perfed.data.allocation import Shares, of_sizes
+from perfed.data.config import DataConfig
+
+READS = ("power_law", "min_samples")
 
 
 def share(sizes: np.ndarray, config: DataConfig, rng: np.random.Generator) -> Shares:
-    """Sizes in proportion to rank^-a, a = data.power_law; which client has which rank is drawn."""
-    weight = rng.permutation(np.arange(1, config.clients + 1)) ** -config.power_law
-    return Shares(in_proportion(weight, int(sizes.sum()), config.min_samples)[None], sizes.sum(keepdims=True))
+    """Size clients in proportion to rank^-a, a = data.power_law.
+
+    Args:
+        sizes: [classes], the samples of each class.
+        config: clients, power_law and min_samples.
+        rng: draws which client has which rank.
+
+    Returns:
+        How many samples each client gets, whatever their classes.
+    """
+    ranks = rng.permutation(np.arange(1, config.clients + 1))
+    return of_sizes(ranks**-config.power_law, sizes, config.min_samples)

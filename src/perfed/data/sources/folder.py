@@ -1,4 +1,4 @@
-"""The user's own data: a folder with one .npz or one .csv per client, or one .csv with a client column.
+"""Folder: your own files in --data-dir: one .npz or .csv per client, or one .csv with a client column.
 
 An .npz file has `x` and `y`, which are split as other data are, or `x_train`, `y_train`, `x_test`, `y_test` (and
 perhaps `x_val`, `y_val`), which are used exactly as they are. Samples become float32; uint8 images
@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from perfed.core.errors import Problem
+from perfed.data.config import DataConfig
 from perfed.data.npz import need, read_npz
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool
 from perfed.data.table import Table, read_csv
-from perfed.training.config import DataConfig
 
+ONLY_PARTITION = "natural"
 MOST_CLASSES = 10_000  # a larger label is an id or a measurement by mistake
 _PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".joblib"}
 
 
 def load(config: DataConfig, _seed: int) -> Pool:
-    """All clients found at data.dir."""
+    """Read all clients at data.dir."""
     tables, columns = _tables(config)
     tables = [table for table in tables if len(table.y) or table.part in (TRAIN, UNDECIDED)]
     for table in tables:
@@ -31,20 +32,21 @@ def load(config: DataConfig, _seed: int) -> Pool:
     first = tables[0]
     for table in tables:
         if table.x.shape[1:] != first.x.shape[1:] or _is_image(table) != _is_image(first):
-            kind = lambda t: f"{t.x.dtype} samples of shape {t.x.shape[1:]}"
+            kind = lambda other: f"{other.x.dtype} samples of shape {other.x.shape[1:]}"
             where = f"client '{table.client}' ({table.file.name})"
             raise Problem(f"{where} has {kind(table)}, but client '{first.client}' has {kind(first)}")
     y, labels = _labels(tables)
     x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
     sizes = [len(table.y) for table in tables]
     names = tuple(dict.fromkeys(table.client for table in tables))
-    number = {name: i for i, name in enumerate(names)}
+    number = {name: index for index, name in enumerate(names)}
     owner = np.repeat([number[table.client] for table in tables], sizes)
     part = np.repeat([table.part for table in tables], sizes)
     return Pool(x, y, int(y.max()) + 1, owner=owner, names=names, part=part, labels=labels, columns=columns)
 
 
 def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None]:
+    """Read every client's tables, and the names of the features in CSV files."""
     if config.dir is None:
         raise Problem("data set 'folder' needs data.dir: the folder with one .npz or .csv per client, or one .csv file")
     path = Path(config.dir).expanduser()
@@ -76,7 +78,7 @@ def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None]:
 
 
 def _read(file: Path) -> list[Table]:
-    """The one client of an .npz file."""
+    """Read the client of an .npz file."""
     arrays = read_npz(file)
     keys = {"": UNDECIDED}
     if "x_train" in arrays or "y_train" in arrays:
@@ -121,7 +123,7 @@ def _is_image(table: Table) -> bool:
 
 
 def _labels(tables: list[Table]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Labels as class numbers, and their names where they are text, which is numbered in alphabetical order."""
+    """Return labels as class numbers, and their names where they are text, which is numbered in alphabetical order."""
     if any(table.y.dtype.kind == "U" for table in tables):
         text = np.concatenate([table.y.astype(str) for table in tables])
         try:
@@ -133,9 +135,9 @@ def _labels(tables: list[Table]) -> tuple[np.ndarray, tuple[str, ...] | None]:
     for table, y in zip(tables, numbers, strict=True):
         bad = ~((y >= 0) & (y < MOST_CLASSES) & (y == np.floor(y)))
         if bad.any():
-            i = int(np.argmax(bad))
+            row = int(np.argmax(bad))
             raise Problem(
-                f"{table.row(i).replace(' of x', ' of y')}: the label {table.y[i]} is not a whole number from 0 to "
+                f"{table.row(row).replace(' of x', ' of y')}: the label {table.y[row]} is not a whole number from 0 to "
                 f"{MOST_CLASSES - 1}"
             )
     return np.concatenate(numbers).astype(np.int64), None

@@ -1,0 +1,87 @@
+"""Discover the members of a room: methods, data sets, partition schemes, networks, ... one file each.
+
+Files are read as text, so that a list of members needs no torch and runs nobody's code. The first line of a member's
+docstring introduces it: `Title: what it is.`
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from perfed.core.errors import Problem
+
+
+def parse(path: Path) -> ast.Module:
+    """Return the syntax tree of a Python file; a file that is not Python is a Problem."""
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError) as error:
+        where = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise Problem(f"'{path}' is not valid Python{where}") from None
+
+
+def describe(docstring: str | None) -> str:
+    """Return what the first line of a docstring says after the title."""
+    title, colon, meaning = (docstring or "").strip().partition("\n")[0].partition(": ")
+    return (meaning if colon else title).rstrip(".")
+
+
+def constants(body: list[ast.stmt]) -> dict[str, Any]:
+    """Return the plain values that a file or a class gives names to; what must be computed is left out."""
+    values = {}
+    for line in body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            with suppress(ValueError, TypeError):
+                values[line.targets[0].id] = ast.literal_eval(line.value)
+    return values
+
+
+@cache
+def members(folder: Path, *marks: str) -> dict[str, str]:
+    """Name and describe the members in a folder, in alphabetical order.
+
+    A member is a file that defines one of the functions `marks`, or a class derived from one of the classes `marks`.
+    It is called like its file, with dashes for underscores.
+    """
+    trees = {path: parse(path) for path in sorted(folder.glob("*.py"))}
+    return {
+        path.stem.replace("_", "-"): describe(ast.get_docstring(tree))
+        for path, tree in trees.items()
+        if any(_has_mark(node, marks) for node in tree.body)
+    }
+
+
+def _has_mark(node: ast.stmt, marks: tuple[str, ...]) -> bool:
+    if isinstance(node, ast.FunctionDef):
+        return node.name in marks
+    named = node.bases if isinstance(node, ast.ClassDef) else node.targets if isinstance(node, ast.Assign) else []
+    return any(ast.unparse(name) in marks for name in named)
+
+
+def load_member(package: str, name: str) -> ModuleType:
+    """Import the member of this name from a room."""
+    return importlib.import_module(f"{package}.{name.replace('-', '_')}")
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a user's Python file; what it raises becomes one sentence."""
+    name = f"perfed_user_{path.stem}_{abs(hash(str(path.resolve()))):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise Problem(f"'{path}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise Problem(f"'{path}' cannot be loaded: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,60 @@
+"""The data sets and partition schemes there are, and which of them a configuration asks for.
+
+A data set is a file in `sources`, a scheme one in `schemes`. They are read as text, so that wrong settings are refused
+before numpy and torch are imported.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from perfed.core.discover import constants, members, parse
+from perfed.core.errors import Problem, nearest
+from perfed.data.config import DataConfig
+
+SOURCES = Path(__file__).parent / "sources"
+SCHEMES = Path(__file__).parent / "schemes"
+
+
+def datasets() -> dict[str, str]:
+    """Name and describe the data sets."""
+    return members(SOURCES, "load")
+
+
+def partitions() -> dict[str, str]:
+    """Name and describe the partition schemes."""
+    return members(SCHEMES, "share", "rows")
+
+
+def scheme(config: DataConfig) -> str:
+    """Return the name of the partition that `config` asks for, or of the usual one of its data set.
+
+    A data set's file may declare ONLY_PARTITION, where its clients are what it is about, or a USUAL_PARTITION.
+    """
+    chosen, declared = config.partition, constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
+    if chosen and chosen not in partitions():
+        raise Problem(f"data.partition: there is no partition '{chosen}'{nearest(chosen, partitions())}")
+    only = declared.get("ONLY_PARTITION", "")
+    if only and chosen not in ("", only):
+        raise Problem(f"data set '{config.name}' has clients of its own: leave out data.partition '{chosen}'")
+    return only or chosen or declared.get("USUAL_PARTITION", "dirichlet")
+
+
+def check(config: DataConfig) -> None:
+    """Refuse what can be refused without reading a data file."""
+    if config.name not in datasets():
+        raise Problem(f"data.name: there is no data set '{config.name}'{nearest(config.name, datasets())}")
+    if config.split == "client" and config.test + config.val >= 1:
+        raise Problem(
+            f"data.test + data.val must be below 1 to leave training samples, not {config.test:g} + {config.val:g}"
+        )
+    name = scheme(config)
+    if config.split == "official" and name == "natural":
+        raise Problem("data.split 'official' does not go with natural clients, whose samples may all lie in one part")
+    if config.share_low > config.share_high:
+        raise Problem(f"data.share_low {config.share_low:g} must not be above data.share_high {config.share_high:g}")
+    config.angles()
+    if config.name == "folder" and config.dir is None:
+        raise Problem("data set 'folder' needs --data-dir: the folder with one file per client, or one table")
+    if config.dir is not None and not Path(config.dir).expanduser().exists():
+        raise Problem(f"data.dir: there is no folder '{config.dir}'")

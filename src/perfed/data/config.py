@@ -1,0 +1,65 @@
+"""The settings of the section `data`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from perfed.core.errors import Problem
+from perfed.core.fields import checked, hyper
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Say where the clients' samples come from and how they become clients."""
+
+    name: str = hyper("digits", "data set: see `perfed list datasets`; 'folder' for your own files")
+    dir: str | None = hyper(None, "folder with data files (default: $PERFED_DATA, then ~/.cache/perfed)")
+    partition: str = hyper("", "how one data set becomes clients (default: natural if it has clients, else dirichlet)")
+    clients: int = hyper(20, "number of clients (natural partition: at most this many; 0 is all)", at_least=0)
+    alpha: float = hyper(0.3, "Dirichlet concentration: small is uneven", above=0)
+    cap: bool = hyper(True, "Dirichlet: a client that holds its even part of all samples gets no more")
+    classes_per_client: int = hyper(2, "classes each client holds: 'classes', 'uneven', 'pairs', 'ring'", at_least=1)
+    share_low: float = hyper(0.3, "'uneven': a client's weight in a class is drawn from U(low, high)", above=0)
+    share_high: float = hyper(0.7, "'uneven': the upper end of that range", above=0)
+    power_law: float = hyper(1.2, "'powerlaw': sizes in proportion to rank^-a", at_least=0, at_most=20)
+    log_sigma: float = hyper(2.0, "'lognormal': sizes in proportion to LogN(0, sigma)", at_least=0, at_most=20)
+    min_samples: int = hyper(
+        10, "fewest samples of a client: 'dirichlet', 'powerlaw', 'lognormal', 'domains'", at_least=3
+    )
+    partition_seed: int | None = hyper(None, "seed of the partition (default: run.seed)", at_least=0, at_most=2**31)
+    split: Literal["client", "official"] = hyper("client", "split each client's samples, or keep the official test set")
+    test: float = hyper(0.25, "share of a client's samples kept for testing", above=0, below=1)
+    val: float = hyper(
+        0.1, "share kept for validation: of a client's samples, or of official training", at_least=0, below=1
+    )
+    stratify: bool = hyper(True, "give every class the same shares in training, validation and test")
+    normalise: Literal["channel", "half", "none"] = hyper(
+        "channel", "images: mean and deviation per channel, or 0.5, 0.5"
+    )
+    rotate: str = hyper("", "feature skew: turn images by these degrees, one per group of clients: 0,90,180,270")
+    noise: float = hyper(0.0, "feature skew: client i of N gets Gaussian noise of deviation noise * i / N", at_least=0)
+    relabel: float = hyper(0.0, "preference skew: share of samples whose labels a group renames", at_least=0, at_most=1)
+    relabel_by: Literal["permutation", "swap"] = hyper("permutation", "how: all labels, or two labels per group")
+    relabel_groups: int = hyper(2, "groups of clients that rename alike", at_least=1)
+    team_order: Literal["dealt", "random", "labels"] = hyper(
+        "dealt", "who stand side by side, and so form pfedmt's teams"
+    )
+    client_column: str = hyper("client", "column that names the client, in one table for all clients")
+    label_column: str = hyper("label", "column that holds the label, in CSV files")
+    synthetic_a: float = hyper(0.5, "Synthetic(a, b): how much the clients' true models differ", at_least=0)
+    synthetic_b: float = hyper(0.5, "Synthetic(a, b): how much the clients' inputs differ", at_least=0)
+    synthetic_samples: int = hyper(0, "'synthetic': samples of every client (0: log-normal sizes from 250)", at_least=0)
+
+    def __post_init__(self) -> None:
+        checked(self, "data")
+
+    def angles(self) -> list[int]:
+        """Return the whole degrees of `rotate`; anything but multiples of 90 is a Problem."""
+        words = self.rotate.split(",") if self.rotate.strip() else []
+        with suppress(ValueError):
+            degrees = [int(word) for word in words]
+            if not any(angle % 90 for angle in degrees):
+                return degrees
+        raise Problem(f"data.rotate takes multiples of 90 with commas between, as 0,90,180,270, not '{self.rotate}'")

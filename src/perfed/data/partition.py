@@ -1,0 +1,56 @@
+"""A pool becomes clients: the rows that a partition scheme gives to each."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from perfed.core.discover import load_member
+from perfed.core.errors import Problem
+from perfed.data.catalog import scheme
+from perfed.data.config import DataConfig
+from perfed.data.pool import TEST, TRAIN, VAL, Pool
+
+_PARTITION = 1  # the random stream of this purpose
+
+
+def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
+    """Deal the rows of a pool to clients.
+
+    Where the pool's rows are in parts, the scheme is drawn for the training rows and applied to every part alike.
+
+    Args:
+        pool: all samples.
+        config: names the scheme and holds its settings.
+        seed: what the scheme's draws follow from.
+
+    Returns:
+        The rows of each client, in increasing order; every row has at most one client.
+    """
+    name = scheme(config)
+    if len(pool.y) == 0:
+        raise Problem(f"data set '{config.name}' has no samples")
+    rng = np.random.default_rng([seed, _PARTITION])
+    module = load_member("perfed.data.schemes", name)
+    if hasattr(module, "rows"):
+        return module.rows(pool, config, rng)
+    codes = (TRAIN, VAL, TEST)
+    parts = [np.arange(len(pool.y))] if pool.part is None else [np.flatnonzero(pool.part == code) for code in codes]
+    if config.clients == 0:
+        raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
+    if config.clients > len(parts[0]):
+        raise Problem(f"data.clients is {config.clients}, but there are only {len(parts[0])} samples")
+    strata, shape = module.strata(pool, config) if hasattr(module, "strata") else (pool.y, (pool.classes,))
+    sizes = np.bincount(strata[parts[0]], minlength=math.prod(shape)).reshape(shape)
+    shares = module.share(sizes, config, rng)
+    strata = strata if len(shares.total) == sizes.size else np.zeros_like(strata)
+    grouped = lambda rows: [rows[strata[rows] == stratum] for stratum in range(len(shares.total))]
+    dealt = [shares.deal(grouped(rows), rng) for rows in parts]
+    return [np.sort(np.concatenate(pieces)) for pieces in zip(*dealt, strict=True)]
+
+
+def settings(config: DataConfig) -> dict[str, object]:
+    """Return what `config` says of the settings that its scheme reads."""
+    reads = getattr(load_member("perfed.data.schemes", scheme(config)), "READS", ())
+    return {name: getattr(config, name) for name in reads}
