@@ -6,19 +6,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from perfed.training.config import Config, from_dict, place_flags
+from perfed.training.experiment import Experiment, create, prepare, read_config, reopen
 from perfed.training.results import Run
+from perfed.training.train import train
 
 
 def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **settings: Any) -> Run:
-    """Train methods and return the finished run; settings are named as on the command line.
+    """Train methods beside Local and return the finished run.
 
     `perfed.run("pgfed", data="digits", rounds=10, lr=0.05, mu=0.1)`
-    """
-    import torch
 
+    Args:
+        methods: names or files of methods; none: FedAvg and PGFed.
+        out: the folder to make; None: a new one in ./runs.
+        quiet: print no progress.
+        settings: named as on the command line, with underscores.
+
+    Returns:
+        The finished run.
+    """
     raw, threads = place_flags(settings, list(methods)), torch.get_num_threads()
     console = Console(stderr=True, quiet=quiet)
     try:
@@ -27,43 +37,47 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
         torch.set_num_threads(threads)  # a run uses one; the caller's own setting comes back
 
 
-def start(config: Config, out: Path | None, console: Console) -> Run:
-    """A new run of a configuration."""
-    from perfed.training.experiment import create, prepare
-    from perfed.training.train import train
+def load(path: str | Path) -> Run:
+    """Open a run folder.
 
+    Args:
+        path: the folder.
+
+    Returns:
+        The run: its scores, and every client's model.
+    """
+    return Run(path)
+
+
+def begin(config: Config, out: Path | None) -> tuple[Experiment, Path]:
+    """Prepare a new run and make its folder; what is wrong is refused before anything is written."""
     experiment = prepare(config)
-    folder = create(experiment, out)
-    train([experiment], [folder], console)
-    return finish(folder)
+    return experiment, create(experiment, out)
+
+
+def start(config: Config, out: Path | None, console: Console) -> Run:
+    """Carry out a new run."""
+    experiment, folder = begin(config, out)
+    return train_all([experiment], [folder], console)[0]
 
 
 def resume(folder: Path, console: Console) -> Run:
-    """Continue a run that was stopped; a finished one is left as it is."""
-    from perfed.training.experiment import read_config
-
+    """Continue a run that was stopped; a finished run is left as it is."""
     return carry_out([read_config(folder)], [folder], console)[0]
 
 
 def carry_out(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
     """Carry out runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
-    from perfed.training.experiment import reopen
-    from perfed.training.train import train
-
     experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
+    return train_all(experiments, folders, console)
+
+
+def train_all(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> list[Run]:
+    """Train every method of these runs that has no result yet, and write their reports."""
+    from perfed.report.folder import write_report  # imports matplotlib, which takes long
+
     train(experiments, folders, console)
-    return [finish(folder) for folder in folders]
-
-
-def finish(folder: Path) -> Run:
-    """The report of a run all of whose methods are done."""
-    from perfed.report.folder import write_report
-
-    finished = Run(folder)
-    write_report(finished)
-    return finished
-
-
-def load(path: str | Path) -> Run:
-    """Open a run folder."""
-    return Run(path)
+    runs = [Run(folder) for folder in folders]
+    for finished in runs:
+        write_report(finished)
+    return runs

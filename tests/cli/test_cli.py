@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 
 import perfed
-from perfed import data, engines, models
+from perfed import data, engines, models, wire
 from perfed.data.catalog import datasets, partitions
+from perfed.data.config import DataConfig
+from perfed.models.config import ModelConfig
 from perfed.training import catalog
-from perfed.training.config import Config, DataConfig, ModelConfig, RunConfig, flags, from_dict, read_toml, to_toml
+from perfed.training.config import Config, RunConfig, flags, from_dict, read_toml, to_toml
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename
     from perfed.cli import app
+    from perfed.cli.lists import KINDS
+    from perfed.cli.options import Typed
+    from perfed.cli.output import typed_command
 
 TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1", "--batch-size", "50", "--engine", "sequential"]
 VERBS = ["run", "resume", "compare", "table", "tune", "list", "models", "predict", "new", "check", "doctor", "bench"]
@@ -51,9 +56,9 @@ def answer(call):
         assert "Traceback" not in err
         assert out.endswith("\n")
         assert out.count("\n") == 1
-        found = json.loads(out, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
-        assert isinstance(found, dict)
-        return found
+        result = json.loads(out, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+        assert isinstance(result, dict)
+        return result
 
     return ask
 
@@ -113,30 +118,24 @@ def test_help_needs_no_torch():
 
 
 def test_list_methods(answer):
-    found = {one["name"]: one for one in answer("list")["methods"]}
-    assert list(found) == list(catalog.methods())
-    assert set(found["pgfed"]) >= {"name", "title", "summary", "paper", "evaluates", "hyperparameters"}
-    mu = next(one for one in found["pgfed"]["hyperparameters"] if one["name"] == "mu")
+    listed = {method["name"]: method for method in answer("list")["methods"]}
+    assert list(listed) == list(catalog.methods())
+    assert set(listed["pgfed"]) >= {"name", "title", "summary", "paper", "evaluates", "hyperparameters"}
+    mu = next(setting for setting in listed["pgfed"]["hyperparameters"] if setting["name"] == "mu")
     assert (mu["type"], mu["default"], mu["range"]) == ("float", 0.1, "at least 0")
-    assert all(one["summary"] and one["title"] for one in found.values())
-    assert "arxiv.org" in found["fedavg"]["paper"]
-    assert not {"seed", "cohort", "model"} & {one["name"] for one in found["pgfed"]["hyperparameters"]}
+    assert all(method["summary"] and method["title"] for method in listed.values())
+    assert "arxiv.org" in listed["fedavg"]["paper"]
+    assert not {"seed", "cohort", "model"} & {setting["name"] for setting in listed["pgfed"]["hyperparameters"]}
 
 
-@pytest.mark.parametrize(
-    ("kind", "known"),
-    [
-        ("datasets", datasets()),
-        ("partitions", partitions()),
-        ("models", models.networks()),
-        ("engines", engines.engines()),
-    ],
-)
-def test_list_the_rest(answer, call, kind, known):
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "methods"])
+def test_list_the_rest(answer, call, kind):
+    known = KINDS[kind]()
     assert answer("list", kind) == {kind: known}
     code, out, err = call("list", kind)
     assert (code, err) == (0, "")
-    assert [line.split()[0] for line in out.splitlines()] == list(known)
+    assert [line.split() for line in out.splitlines()] == [[name, *known[name].split()] for name in known]
+    assert all(known.values())
 
 
 def test_what_is_listed_can_be_chosen():
@@ -144,17 +143,21 @@ def test_what_is_listed_can_be_chosen():
     for name in datasets():
         if name != "folder":
             data.check(DataConfig(name=name))
+    for name in partitions():
+        data.check(DataConfig(partition=name))
     for name in models.networks():
         models.check_name(name)
     for name in engines.engines():
         assert RunConfig(engine=name).engine == name
+    for name in KINDS["wire"]():
+        wire.check(name)
 
 
 def test_doctor(answer, call):
-    found = answer("doctor")
-    assert found["perfed"] == perfed.__version__
-    assert {"python", "torch", "cores", "gpu", "engine", "disk", "data"} <= set(found)
-    assert found["cores"] >= 1
+    facts = answer("doctor")
+    assert facts["perfed"] == perfed.__version__
+    assert {"python", "torch", "cores", "gpu", "engine", "disk", "data"} <= set(facts)
+    assert facts["cores"] >= 1
     assert "torch" in call("doctor")[1]
 
 
@@ -183,22 +186,22 @@ def test_quiet(call):
 
 
 def test_methods_with_commas(answer):
-    found = answer("run", "fedavg,fedprox", *TINY, "--mu", "0.5", "--out", "run", "--no-baseline")
-    assert [one["method"] for one in found["methods"]] == ["fedavg", "fedprox"]
+    result = answer("run", "fedavg,fedprox", *TINY, "--mu", "0.5", "--out", "run", "--no-baseline")
+    assert [method["method"] for method in result["methods"]] == ["fedavg", "fedprox"]
     assert read_toml(Path("run/config.toml"))["method"]["fedprox"]["mu"] == 0.5
 
 
 def test_models(answer, call, finished):
-    found = answer("models", finished)
-    assert found["method"] == "fedavg"
-    assert [one["client"] for one in found["models"]] == [f"client_{id:02d}" for id in range(4)]
-    assert all(Path(one["path"]).is_file() and 0 <= one["accuracy"] <= 1 for one in found["models"])
+    result = answer("models", finished)
+    assert result["method"] == "fedavg"
+    assert [model["client"] for model in result["models"]] == [f"client_{id:02d}" for id in range(4)]
+    assert all(Path(model["path"]).is_file() and 0 <= model["accuracy"] <= 1 for model in result["models"])
     assert answer("models", finished, "--method", "local")["method"] == "local"
     assert call("models", finished)[1].count("\n") == 4
 
 
 def test_predict(answer, call, finished):
-    """The same samples from every kind of file, flat or in their shape, give the same classes."""
+    """Samples from every kind of file, flat or in their shape, give the same classes."""
     x = np.random.default_rng(0).random((5, 1, 8, 8)).astype(np.float32)
     flat = x.reshape(5, 64)
     np.savez("a.npz", x=x)
@@ -210,8 +213,8 @@ def test_predict(answer, call, finished):
     expected = perfed.load(finished).client("client_01").predict(x).tolist()
     assert len(set(expected)) >= 1
     for name in ("a.npz", "b.npz", "c.npy", "d.npy", "e.csv", "f.csv"):
-        found = answer("predict", finished, "--client", "client_01", "--input", name)
-        assert found == {"client": "client_01", "method": "fedavg", "predictions": expected}, name
+        result = answer("predict", finished, "--client", "client_01", "--input", name)
+        assert result == {"client": "client_01", "method": "fedavg", "predictions": expected}, name
     code, out, err = call("predict", finished, "--client", "client_01", "--input", "a.npz", "--method", "local")
     assert (code, err) == (0, "")
     assert [int(line) for line in out.split()] == perfed.load(finished).client("client_01", "local").predict(x).tolist()
@@ -220,20 +223,20 @@ def test_predict(answer, call, finished):
 
 
 def test_compare(answer, tmp_path):
-    found = answer("compare", "fedavg", *TINY, "--seeds", "2", "--seed", "3", "--out", "both")
-    assert found["seeds"] == 2
-    assert [one["method"] for one in found["methods"]] == ["local", "fedavg"]
-    assert found["methods"][0]["gain"] is None
+    result = answer("compare", "fedavg", *TINY, "--seeds", "2", "--seed", "3", "--out", "both")
+    assert result["seeds"] == 2
+    assert [method["method"] for method in result["methods"]] == ["local", "fedavg"]
+    assert result["methods"][0]["gain"] is None
     each = [perfed.load(tmp_path / "both" / f"seed_{seed}") for seed in (3, 4)]
     assert [run.config.run.seed for run in each] == [3, 4]
     means = [run.summary()[1]["accuracy"]["mean"] for run in each]
-    one = found["methods"][1]
-    assert one["accuracy"]["mean"]["mean"] == pytest.approx(sum(means) / 2)
-    assert one["accuracy"]["mean"]["std"] == pytest.approx(abs(means[0] - means[1]) / 2**0.5)
+    method = result["methods"][1]
+    assert method["accuracy"]["mean"]["mean"] == pytest.approx(sum(means) / 2)
+    assert method["accuracy"]["mean"]["std"] == pytest.approx(abs(means[0] - means[1]) / 2**0.5)
     gains = np.concatenate([run.accuracies("fedavg") - run.accuracies("local") for run in each])
-    assert one["gain"]["mean"] == pytest.approx(gains.mean())
-    assert one["gain"]["better"] + one["gain"]["worse"] <= 8
-    assert json.loads((tmp_path / "both" / "result.json").read_text()) == found
+    assert method["gain"]["mean"] == pytest.approx(gains.mean())
+    assert method["gain"]["better"] + method["gain"]["worse"] <= 8
+    assert json.loads((tmp_path / "both" / "result.json").read_text()) == result
     assert "| FedAvg |" in (tmp_path / "both" / "compare.md").read_text()
 
 
@@ -255,13 +258,13 @@ def test_new_check_run(answer, call, tmp_path):
         assert text.count(before) == 1
         text = text.replace(before, after)
     path.write_text(text)
-    found = answer("check", "./fed_mine.py")
-    assert found["method"] == "fed_mine"
-    assert found["failed"] == 0
-    assert len(found["checks"]) >= 10
-    assert all(one["ok"] and one["error"] is None for one in found["checks"])
+    result = answer("check", "./fed_mine.py")
+    assert result["method"] == "fed_mine"
+    assert result["failed"] == 0
+    assert len(result["checks"]) >= 10
+    assert all(each["ok"] and each["error"] is None for each in result["checks"])
     ran = answer("run", "./fed_mine.py", *TINY, "--share", "0.25", "--out", "run")
-    assert [one["title"] for one in ran["methods"]] == ["Local", "FedMine"]
+    assert [each["title"] for each in ran["methods"]] == ["Local", "FedMine"]
     assert perfed.load("run").config.method["fed_mine"]["share"] == 0.25
 
 
@@ -286,9 +289,9 @@ def test_check_finds_what_is_wrong(call, monkeypatch):
     monkeypatch.setattr(runner, "ENGINES", ())
     code, out, err = call("check", "./bad.py", "--json")
     assert code == 1
-    found = json.loads(out)
-    assert found["failed"] == 1
-    assert {one["check"]: one["ok"] for one in found["checks"]} == {only[0]: False, only[1]: True}
+    result = json.loads(out)
+    assert result["failed"] == 1
+    assert {each["check"]: each["ok"] for each in result["checks"]} == {only[0]: False, only[1]: True}
     assert err.splitlines()[-1] == "perfed: bad fails 1 of 2 checks"
 
 
@@ -323,7 +326,7 @@ def made(*words):
             settings[word[2:].replace("-", "_")] = next(words)
         else:
             rest.append(word)
-    return app._configure(rest, config, sets, settings)
+    return Typed(rest, config, sets, settings).config()
 
 
 def test_file_then_set_then_options(tmp_path):
@@ -351,7 +354,7 @@ def test_a_methods_own_setting_goes_before_that_of_all(tmp_path):
 
 
 def test_the_layers_reach_the_run(call, tmp_path):
-    """The same through the command, seen in the resolved configuration."""
+    """The resolved configuration of a run shows all three layers."""
     (tmp_path / "c.toml").write_text(LAYERS)
     words = ["--set", "run.rounds=4", "--set", "train.epochs=2", "--rounds", "2", "--clients", "4", "--mu", "0.25"]
     code, _, err = call("run", "-c", "c.toml", *words, "--engine", "sequential", "--out", "run", "-q")
@@ -359,7 +362,7 @@ def test_the_layers_reach_the_run(call, tmp_path):
     config = perfed.load("run").config
     assert (config.run.rounds, config.run.seed, config.run.participation) == (2, 11, 0.5)
     assert config.methods == ("local", "fedavg", "pgfed")
-    assert {name: (one["lr"], one["epochs"]) for name, one in config.method.items()} == {
+    assert {name: (table["lr"], table["epochs"]) for name, table in config.method.items()} == {
         "local": (0.3, 2),
         "fedavg": (0.3, 2),
         "pgfed": (0.4, 2),
@@ -392,4 +395,4 @@ def test_any_text_survives_the_file(text):
 def test_a_kept_command_has_no_folders_and_no_ways_of_printing(monkeypatch):
     typed = "table pgfed-1 -q --out /tmp/a --column c10-25 --data-dir=/b --json --quick --set data.dir=c --only-report"
     monkeypatch.setattr("sys.argv", ["/somewhere/perfed", *typed.split()])
-    assert app._command() == "perfed table pgfed-1 --column c10-25 --quick --set data.dir=c"
+    assert typed_command() == "perfed table pgfed-1 --column c10-25 --quick --set data.dir=c"

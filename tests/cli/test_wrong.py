@@ -24,7 +24,7 @@ TINY = ["--rounds", "2", "--clients", "4", "--epochs", "1", "--engine", "sequent
 
 
 class Bomb:
-    """What a pickle may do when it is opened: here, make a file called canary."""
+    """A pickle that does something when it is opened: here, make a file called canary."""
 
     def __reduce__(self):
         return Path.touch, (Path("canary"),)
@@ -40,8 +40,8 @@ def call(monkeypatch, capsys, *words):
 
 def everything(folder="."):
     """Every path under a folder with its content; .lock holds nothing, whoever opened it last."""
-    found = sorted(path for path in Path(folder).rglob("*") if path.name not in (".lock", "__pycache__", ".hypothesis"))
-    return {str(path): path.read_bytes() if path.is_file() else None for path in found if path.suffix != ".pyc"}
+    paths = sorted(path for path in Path(folder).rglob("*") if path.name not in (".lock", "__pycache__", ".hypothesis"))
+    return {str(path): path.read_bytes() if path.is_file() else None for path in paths if path.suffix != ".pyc"}
 
 
 @pytest.fixture
@@ -154,9 +154,9 @@ NEEDS_TORCH = {"resume of nothing", "models of nothing"}  # a run folder is open
 
 
 def test_without_torch(tmp_path):
-    """What can be seen from the words alone is refused before torch is imported, well within a second."""
+    """Mistakes that the words alone show are refused before torch is imported, well within a second."""
     words = [words for name, (words, _) in WORDS.items() if name not in NEEDS_TORCH]
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS],
         input=json.dumps(words),
         capture_output=True,
@@ -165,12 +165,12 @@ def test_without_torch(tmp_path):
         cwd=tmp_path,
         check=True,
     )
-    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
     assert len(lines) == len(words) >= 50
     for these, (code, seconds, torch_is_there) in zip(words, lines, strict=True):
         assert (code, torch_is_there) == (2, False), these
         assert seconds < 1, these
-    errors = found.stderr.splitlines()
+    errors = ended.stderr.splitlines()
     assert len(errors) == len(words)
     assert all(line.startswith("perfed: ") for line in errors)
     assert not list(tmp_path.iterdir())
@@ -178,12 +178,12 @@ def test_without_torch(tmp_path):
 
 def test_the_command_itself(tmp_path):
     """One call of the installed program, from the start."""
-    found = subprocess.run(
+    ended = subprocess.run(
         [Path(sys.executable).parent / "perfed", "run", "fedavgg"], capture_output=True, timeout=30, cwd=tmp_path
     )
-    assert found.returncode == 2
-    assert found.stdout == b""
-    assert found.stderr.startswith(b"perfed: there is no method 'fedavgg'; did you mean 'fedavg'?")
+    assert ended.returncode == 2
+    assert ended.stdout == b""
+    assert ended.stderr.startswith(b"perfed: there is no method 'fedavgg'; did you mean 'fedavg'?")
 
 
 # ---------------------------------------------------------------------- configuration files

@@ -1,0 +1,57 @@
+"""perfed list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perfed import engines, models, wire
+from perfed.cli.options import Json
+from perfed.cli.output import answer
+from perfed.core.discover import members
+from perfed.core.errors import Problem, nearest
+from perfed.data.catalog import datasets, partitions
+from perfed.studies.papers import protocol
+from perfed.training import catalog
+
+KINDS = {
+    "methods": lambda: {name: entry.summary for name, entry in catalog.methods().items()},
+    "datasets": datasets,
+    "partitions": partitions,
+    "models": models.networks,
+    "engines": engines.engines,
+    "wire": lambda: members(Path(wire.__file__).parent, "Transform"),
+    "tables": lambda: {name: protocol.find(name).title for name in protocol.names()},
+}
+
+
+def list_(
+    kind: Annotated[
+        str, typer.Argument(help="methods, datasets, partitions, models, engines, wire or tables")
+    ] = "methods",
+    json: Json = False,
+) -> None:
+    """List what there is to choose from."""
+    if kind not in KINDS:
+        raise Problem(f"there is no list of '{kind}'{nearest(kind, KINDS)}")
+    listed: Any = KINDS[kind]()
+    lines = [f"{name:<14} {meaning}" for name, meaning in listed.items()]
+    if json and kind == "methods":
+        listed = [_details(entry) for entry in catalog.methods().values()]
+    answer(json, {kind: listed}, lines)
+
+
+def _details(entry: catalog.Entry) -> dict[str, Any]:
+    """Return everything there is to know of a method, in plain values; what it sends is measured."""
+    from perfed.report.methods import measured  # imports torch
+
+    fields = [
+        {"name": name, "type": field.type, "default": field.default, "range": field.range, "meaning": field.meaning}
+        for name, field in entry.fields.items()
+        if name not in catalog.RUN_SETS
+    ]
+    about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
+    about |= {"category": entry.category, "evaluates": entry.evaluates, "vectorised": entry.vectorised}
+    return {**about, **measured(entry), "hyperparameters": fields}

@@ -1,0 +1,72 @@
+"""perfed models, perfed predict, perfed personalise: what a finished run is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perfed.cli.options import Json, MethodOfRun, Out, RunFolder, Sets
+from perfed.cli.output import answer
+from perfed.core.errors import Problem
+from perfed.data import check
+from perfed.training.config import assign, from_dict
+
+
+def models(run: RunFolder, method: MethodOfRun = None, json: Json = False) -> None:
+    """List every client's model: its accuracy and its file."""
+    from perfed.api import load  # imports torch
+    from perfed.report.tables import score
+
+    clients = load(run).clients(method)
+    listed = [{"client": client.name, "accuracy": client.accuracy, "path": str(client.path)} for client in clients]
+    lines = (f"{client.name:<20} {score(client.accuracy):>6}   {client.path}" for client in clients)
+    answer(json, {"run": str(run), "method": clients[0].method, "models": listed}, lines)
+
+
+def predict(
+    run: RunFolder,
+    client: Annotated[str, typer.Option(help="The client's name.")],
+    input: Annotated[Path, typer.Option(help=".npz with x, .npy, or .csv with one sample per line.")],
+    method: MethodOfRun = None,
+    json: Json = False,
+) -> None:
+    """Predict the classes of a file's samples with a client's model."""
+    from perfed.api import load  # imports torch
+    from perfed.data.samples import read_samples
+
+    chosen = load(run).client(client, method)
+    predicted = chosen.predict(read_samples(input, tuple(chosen.run.about["shape"]))).tolist()
+    about = {"client": chosen.name, "method": chosen.method, "predictions": predicted}
+    answer(json, about, map(str, predicted))
+
+
+def personalise(
+    run: RunFolder,
+    data: Annotated[str, typer.Option(help="Data set of the new clients; 'folder' for your own files.")] = "folder",
+    data_dir: Annotated[str | None, typer.Option(help="Folder (or table) with the new clients' files.")] = None,
+    method: MethodOfRun = None,
+    rounds: Annotated[int, typer.Option(help="Local rounds; nothing is sent.", min=0, max=10_000)] = 1,
+    fine_tune: Annotated[int, typer.Option(help="Epochs of fine-tuning after them.", min=0, max=10_000)] = 0,
+    sets: Sets = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Give clients that never took part a model, from a finished run and their own data."""
+    raw: dict[str, Any] = {"data": {"name": data, **({} if data_dir is None else {"dir": data_dir})}}
+    for text in sets or []:
+        assign(raw, text)
+    if set(raw) != {"data"}:
+        raise Problem("a newcomer's method has the run's settings: --set takes data.key=value here")
+    config = from_dict(raw).data
+    check(config)
+    from perfed.api import load  # imports torch
+    from perfed.report.tables import score
+    from perfed.training import newcomers
+
+    opened = load(run)
+    result = newcomers.personalise(opened, method or opened.main, config, rounds, fine_tune, out)
+    accuracy = lambda client: score(client["personal"]["test"]["accuracy"])
+    lines = (f"{client['client']:<20} {accuracy(client):>6}   {client['path']}" for client in result["clients"])
+    answer(json, result, lines)

@@ -1,0 +1,85 @@
+"""perfed run, perfed resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from perfed import __version__
+from perfed.cli.compare import carry_out_comparison
+from perfed.cli.options import Json, Out, Quiet, RunFolder, Typed, with_settings
+from perfed.cli.output import console_for, interruptible, print_json, refuse_diverged
+from perfed.training.config import refuse_taken
+
+if TYPE_CHECKING:
+    from perfed.training.experiment import Experiment
+    from perfed.training.results import Run
+
+
+@with_settings
+def run(typed: Typed, out: Out = None, json: Json = False, quiet: Quiet = False) -> None:
+    """Train methods beside Local and compare them. Without arguments: digits, 20 clients, Local, FedAvg, PGFed."""
+    config, console = typed.config(), console_for(json, quiet)
+    refuse_taken(out)
+    from perfed import api  # imports torch
+
+    experiment, folder = api.begin(config, out)
+    with interruptible(lambda: folder):
+        _print_heading(console, experiment, folder)
+        (finished,) = api.train_all([experiment], [folder], console)
+        _print_ending(finished, json)
+
+
+def resume(run: RunFolder, json: Json = False, quiet: Quiet = False) -> None:
+    """Continue a run (or a comparison) that was stopped; it ends as if it had never been."""
+    from perfed import api  # imports torch
+    from perfed.studies.compare import is_comparison
+
+    console = console_for(json, quiet)
+    with interruptible(lambda: run):
+        if is_comparison(run):
+            carry_out_comparison(run, console, json)
+        else:
+            _print_ending(api.resume(run, console), json)
+
+
+def _print_heading(console: Console, experiment: Experiment, folder: Path) -> None:
+    """Say what is trained, on what and where."""
+    config, clients = experiment.config, experiment.clients
+    classes = [len(set(y.tolist())) for y in clients.train.y.cpu().split(list(clients.train.size))]
+    partition = config.data.partition + (f" {config.data.alpha:g}" if config.data.partition == "dirichlet" else "")
+    partition = " + ".join([partition, *(clients.partition or {}).get("skews", {})])
+    sizes = clients.train.size
+    where = f"{experiment.engine} on {experiment.device}"
+    console.print(f"perfed {__version__}  {folder}  seed {config.run.seed}  {where}")
+    console.print(
+        f"data     {config.data.name}  {len(clients)} clients  {partition}  "
+        f"classes per client {min(classes)}-{max(classes)}  training samples {min(sizes)}-{max(sizes)}"
+    )
+
+
+def _print_ending(run: Run, json: bool) -> None:
+    """Print the table, and where to find things."""
+    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, remarks, rich_table  # imports torch
+
+    console = console_for(json)
+    console.print()
+    console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
+    for line in remarks(run.summary()):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"\nreport   {run.path / 'report'}")
+    client, count = run.clients()[0], len(run.about["clients"])
+    if not client.path.exists():
+        console.print("models   none written (--save-models)")
+    elif client.path.parent.name != client.about["folder"]:
+        console.print(f"models   {client.path}   (one for all {count} clients)")
+    else:
+        console.print(f"models   {client.path.parent.parent}/<client>/model.safetensors   ({count} clients)")
+    if client.path.exists():
+        load = f"perfed.load('{run.path}').client('{client.about['folder']}').model()"
+        console.print(f'load     python -c "import perfed; print({load})"')
+    if json:
+        print_json({"run": str(run.path), "methods": run.summary()})
+    refuse_diverged(run.diverged)
