@@ -16,8 +16,8 @@ import torch
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
+from perfed.models.config import ModelConfig
 from perfed.studies.bench.cpu import processor
-from perfed.training.config import ModelConfig
 from perfed.training.provenance import commit
 
 REPEATS = 31

@@ -12,7 +12,7 @@ from perfed.accel.fused_layers import Conv, rewrite
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
-from perfed.training.config import ModelConfig
+from perfed.models.config import ModelConfig
 
 D = torch.float64
 

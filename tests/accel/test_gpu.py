@@ -24,8 +24,8 @@ from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation, evaluate, step
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
+from perfed.models.config import ModelConfig
 from perfed.training.catalog import methods
-from perfed.training.config import ModelConfig
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,7 @@ from perfed.methods.fedalign import FedAlign
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.shared.two_widths import last_block
 from perfed.models import make_network
-from perfed.training.config import ModelConfig
+from perfed.models.config import ModelConfig
 
 KEY = torch.tensor(0)
 

@@ -10,9 +10,9 @@ from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
+from perfed.models.config import ModelConfig
 from perfed.studies.bench import cpu, find
 from perfed.studies.bench.plain import Loop
-from perfed.training.config import ModelConfig
 
 
 def test_the_plain_loop_is_fedavg():

@@ -12,8 +12,8 @@ import torch
 import perfed
 from perfed.cli import main
 from perfed.core.errors import Problem
+from perfed.data.config import DataConfig
 from perfed.training.catalog import methods
-from perfed.training.config import DataConfig
 from perfed.training.newcomers import personalise
 
 CANNOT = ("apple", "fedfomo")  # they mix the models of the clients they know

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from perfed import data, models, wire
+from perfed import data, models
 from perfed.core.errors import Problem, nearest
 from perfed.training import catalog
 from perfed.training.config import Config, assign, flags, from_dict, place_flags, read_toml
@@ -59,7 +59,6 @@ class Typed(NamedTuple):
         config = from_dict(place_flags({**self.settings, **options}, names, raw))
         data.check(config.data)
         models.check_name(config.model.name)
-        wire.check(config.run.wire)
         return config
 
 

@@ -1,4 +1,7 @@
-"""The reference: one client after another, plain loops."""
+"""Sequential: one client after another: the reference.
+
+It runs plain loops.
+"""
 
 from __future__ import annotations
 

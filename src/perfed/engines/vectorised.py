@@ -1,4 +1,4 @@
-"""A cohort is one computation: vmap of `local` over a block of clients.
+"""Vectorised: a block of clients as one batched computation (vmap): made for GPUs.
 
 `local` is written for one client, and `blocks` runs its loops for all clients of a block at once. Here a cohort is cut
 into blocks, and put together again; the cohorts of several runs that are alike share them.

@@ -1,4 +1,4 @@
-"""One single-threaded process per core, each training one client at a time.
+"""Workers: one single-threaded process per core, clients shared out as they finish.
 
 On a CPU there is no launch overhead to save by batching clients, and small working sets stay in the cache; two
 processes beat two threads on one client. Workers are forked, so method and data are shared without a copy. Tensors

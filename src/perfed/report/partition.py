@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 from rich.markup import escape
 
 from perfed.core.clients import SPLITS, Clients
+from perfed.data.config import DataConfig
 from perfed.report.tables import _cell
-from perfed.training.config import DataConfig
 
 STEPS = "▁▂▃▄▅▆▇█"
 WIDEST = 50  # characters of a client's bar: more classes than that are joined

@@ -15,9 +15,8 @@ from perfed.core.discover import describe, load_file, load_member, parse
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import convert
 
-HERE = Path(__file__).parent.parent
-METHODS = HERE / "methods"
-BASE = HERE / "core" / "method.py"
+METHODS = Path(__file__).parent.parent / "methods"
+BASE = Path(__file__).parent.parent / "core" / "method.py"
 RUN_SETS = ("seed", "cohort", "population")  # fields of every method that the run fills in
 
 

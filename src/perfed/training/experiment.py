@@ -212,7 +212,7 @@ def _own_copies(config: Config, folder: Path) -> Config:
         return f"files/{target.name}"
 
     entries = config.entries()
-    names = [copy(e.file) if e.file.parent != catalog.HERE / "methods" else e.name for e in entries]
+    names = [copy(e.file) if not e.shipped else e.name for e in entries]
     own = {
         e.name: {k: f.default for k, f in e.fields.items() if k not in catalog.RUN_SETS} | config.settings(e)
         for e in entries

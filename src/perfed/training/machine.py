@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from perfed import __version__
+from perfed.data.config import DataConfig
 from perfed.data.pool import data_dir
 from perfed.engines import pick_device, pick_engine
 from perfed.engines.workers import cores
-from perfed.training.config import DataConfig, RunConfig
+from perfed.training.config import RunConfig
 
 
 def findings() -> dict[str, Any]:

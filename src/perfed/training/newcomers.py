@@ -14,10 +14,10 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.core.tree import rows, tree_map
+from perfed.data.config import DataConfig
 from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
-from perfed.training.config import DataConfig
 from perfed.training.experiment import SERVER, load_clients, make_method
 from perfed.training.results import Run
 from perfed.training.train import save_models

@@ -1,4 +1,4 @@
-"""Uploads travel as they are."""
+"""Identity: uploads travel as they are."""
 
 from __future__ import annotations
 

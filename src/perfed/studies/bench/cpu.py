@@ -20,6 +20,7 @@ import torch
 from perfed import __version__, data
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Model
+from perfed.data.config import DataConfig
 from perfed.data.pool import data_dir
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
@@ -27,8 +28,8 @@ from perfed.engines.workers import Workers, cores
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
+from perfed.models.config import ModelConfig
 from perfed.studies.bench.plain import Loop, Samples
-from perfed.training.config import DataConfig, ModelConfig
 from perfed.training.provenance import commit
 
 WORKERS = 2

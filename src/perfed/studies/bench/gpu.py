@@ -26,6 +26,7 @@ from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.data.config import DataConfig
 from perfed.data.schemes.dirichlet import share
 from perfed.engines.base import Job
 from perfed.engines.vectorised import Vectorised
@@ -36,7 +37,7 @@ from perfed.methods.fedavg import FedAvg
 from perfed.methods.pfedme import PFedMe
 from perfed.methods.pgfed import PGFed
 from perfed.models import make_network
-from perfed.training.config import DataConfig, ModelConfig
+from perfed.models.config import ModelConfig
 from perfed.training.provenance import commit
 
 DEVICE = "cuda"
