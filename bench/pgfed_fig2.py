@@ -45,7 +45,8 @@ from perfed.report.table_figures import save
 from perfed.studies.papers import protocol
 from perfed.studies.papers.cells import Cell, run
 from perfed.training import files
-from perfed.training.experiment import SERVER, Experiment, check_same, prepare, read_config
+from perfed.training.folder import RunFolder
+from perfed.training.prepare import Experiment, check_same, prepare
 from perfed.training.provenance import commit, hardware
 
 METHOD = "fedavg"
@@ -90,16 +91,17 @@ def reduced(folder: Path) -> Path:
 
 def opened(folder: Path, device: str) -> tuple[Experiment, Tensor]:
     """A finished run: its clients and its network, and the model that FedAvg's server ended with."""
-    config = read_config(folder)
+    run = RunFolder(folder)
+    config, training = run.config(), run.method(METHOD)
     entries = {entry.name: entry for entry in config.entries()}
-    if METHOD not in entries or not (folder / METHOD / SERVER).exists():
+    if METHOD not in entries or not training.finished:
         raise Problem(f"'{folder}' has no finished {METHOD}")
     elsewhere = dataclasses.replace(config.run, device=device, engine="auto")
     experiment = prepare(dataclasses.replace(config, run=elsewhere))
-    check_same(experiment, folder, lambda text: sys.stderr.write(f"{text}\n"))
+    check_same(experiment, run, lambda text: sys.stderr.write(f"{text}\n"))
     if not len(experiment.clients.val.y):
         raise Problem("lr and mu are chosen on validation samples, and no client has one: set data.val above 0")
-    return experiment, files.load_tree(folder / METHOD / SERVER).to(experiment.device)
+    return experiment, training.server().to(experiment.device)
 
 
 def gradient(model: Model, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -62,15 +62,14 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
 
     from perfed.core.model import Model
     from perfed.engines.base import Job
-    from perfed.engines.client_states import States
     from perfed.engines.local import Sequential
     from perfed.federation.federation import Federation
     from perfed.training.catalog import methods
 
     torch.set_num_threads(1)
     method = methods()[kind].load()(Model(network), lr=0.01, epochs=1, cohort=cohort, **settings)
-    engine = Sequential(Job(method, clients))
-    return Federation(engine, states=States(engine.method.init_client(), budget=budget))
+    engine = Sequential(Job(method, clients), memory=budget)
+    return Federation(engine)
 
 
 # ---------------------------------------------------------------------- each of these runs in a process of its own
@@ -79,6 +78,7 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
 def memory(clients: int, megabytes: int) -> dict:
     """Ditto on LeNet, ten clients a round until each of `clients` has a state, then a checkpoint and an evaluation."""
     from perfed.models.lenet import LeNet
+    from perfed.training.folder import MethodFolder
     from perfed.training.observers.checkpoint import Checkpoints
     from perfed.training.observers.log import MetricsLog
 
@@ -89,7 +89,8 @@ def memory(clients: int, megabytes: int) -> dict:
         fed.step(range(first, first + 10))
     trained = time.process_time() - began
     with tempfile.TemporaryDirectory(dir=RESULTS) as folder:
-        Checkpoints(Path(folder), 1, MetricsLog(Path(folder))).write(fed)
+        method = MethodFolder(Path(folder))
+        Checkpoints(method, 1, MetricsLog(method)).write(fed)
         written = sum(path.stat().st_size for path in Path(folder).rglob("*.rows"))
     fed.evaluate()
     return {

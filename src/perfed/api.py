@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from perfed.training.config import Config, from_dict, place_flags
-from perfed.training.experiment import Experiment, create, prepare, read_config, reopen
+from perfed.training.folder import RunFolder
+from perfed.training.prepare import Experiment, create, prepare, reopen
 from perfed.training.results import Run
 from perfed.training.train import train
 
@@ -63,7 +64,7 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
 
 def resume(folder: Path, console: Console) -> Run:
     """Continue a run that was stopped; a finished run is left as it is."""
-    return carry_out([read_config(folder)], [folder], console)[0]
+    return carry_out([RunFolder(folder).config()], [folder], console)[0]
 
 
 def carry_out(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:

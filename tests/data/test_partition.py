@@ -27,7 +27,7 @@ from perfed.data.pool import TEST, TRAIN, VAL, Pool
 from perfed.data.schemes.classes import _repair, deal
 from perfed.data.unevenness import emd, gini, measures, wasserstein
 from perfed.methods.pfedmt import PFedMT
-from perfed.training.experiment import describe
+from perfed.training.prepare import describe
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename

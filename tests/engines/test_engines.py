@@ -17,7 +17,6 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Up, Uploads
 from perfed.core.model import Model
 from perfed.core.random import derive, shuffle, uniform
-from perfed.engines import make_engine, pick_device, pick_engine
 from perfed.engines.base import EvaluationRequest, Job
 from perfed.engines.local import ClientData, Sequential
 from perfed.engines.vectorised import Vectorised
@@ -29,6 +28,7 @@ from perfed.methods.local import Local
 from perfed.methods.pfedmb import PFedMB
 from perfed.training.catalog import methods
 from perfed.training.config import RunConfig
+from perfed.training.engine import make_engine, pick_device, pick_engine
 
 ENGINES = {
     "sequential": Sequential,

@@ -20,6 +20,7 @@ from perfed.federation.federation import Federation
 from perfed.methods.pgfed import PGFed
 from perfed.training import files, train
 from perfed.training.catalog import find
+from perfed.training.folder import MethodFolder
 from perfed.training.observers.checkpoint import Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 
@@ -116,12 +117,13 @@ def test_training_and_resuming_are_the_same_when_states_page(tmp_path):
     for fed, name in ((whole, "roomy"), (paged, "narrow")):
         for _ in range(4):
             fed.step()
-        Checkpoints(tmp_path / name, 1, MetricsLog(tmp_path / name)).write(fed)
+        folder = MethodFolder(tmp_path / name)
+        Checkpoints(folder, 1, MetricsLog(folder)).write(fed)
     kept = [sorted((tmp_path / name / "checkpoints").iterdir()) for name in ("roomy", "narrow")]
     assert [path.name for path in kept[0]] == ["round_00000004.rows", "round_00000004.safetensors"]
     assert [path.read_bytes() for path in kept[0]] == [path.read_bytes() for path in kept[1]]
     resumed = federation(2, tmp_path)
-    assert restore(tmp_path / "roomy", resumed, print) is not None
+    assert restore(MethodFolder(tmp_path / "roomy"), resumed, print) is not None
     for fed in (whole, paged, resumed):
         for _ in range(3):
             fed.step()
@@ -139,7 +141,7 @@ def test_a_checkpoint_of_an_older_form_is_refused(tmp_path):
     old = {"round": 1, "server": fed.server, "states": {"0": torch.zeros(1)}, "traffic": {}, "logs": {}}
     files.save_tree(tmp_path / "checkpoints" / "round_00000001.safetensors", old)
     with pytest.raises(Problem, match="older perfed"):
-        restore(tmp_path, fed, print)
+        restore(MethodFolder(tmp_path), fed, print)
 
 
 def test_a_cohort_is_the_beginning_of_a_shuffle():

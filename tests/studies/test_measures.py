@@ -20,9 +20,7 @@ from perfed.federation.federation import Federation
 from perfed.federation.traffic import count_bytes
 from perfed.methods.fedavg import FedAvg
 from perfed.studies import measures
-from perfed.training import files
 from perfed.training.catalog import find
-from perfed.training.experiment import SERVER
 
 NAMES = ("local", "fedavg", "fedamp", "fedfomo", "pgfed", "pfedmb", "scaffold", "ifca", "pfedmt")
 N, E, ROUNDS = 4, 2, 3
@@ -39,7 +37,7 @@ def run(tmp_path_factory):
 def test_states_are_as_large_as_said(run, name):
     """The server's file after the last round, without the padding of rows of parameters."""
     model = Model(run.network)
-    kept = [leaf for leaf in leaves(files.load_tree(run.path / name / SERVER)) if isinstance(leaf, torch.Tensor)]
+    kept = [leaf for leaf in leaves(run.folder.method(name).server()) if isinstance(leaf, torch.Tensor)]
     assert measures.memory(run.config, run.entries[name], run.about)["server_state"] == count_bytes(
         kept, model.width, model.size
     )

@@ -16,7 +16,7 @@ from perfed.studies.measures import Curves
 from perfed.studies.papers import protocol, rank_agreement, result, scores
 from perfed.training import catalog
 from perfed.training.config import RunConfig
-from perfed.training.experiment import make_method
+from perfed.training.prepare import make_method
 
 SHAPES = {
     "cifar10": ((3, 32, 32), 10),
@@ -322,7 +322,7 @@ def test_a_small_table_is_run_once_and_read_back(tmp_path, monkeypatch, capsys):
         {k: v for k, v in line.items() if k != "plain"} for line in out["lines"]
     ]
 
-    monkeypatch.setattr("perfed.training.experiment.train", lambda *_: pytest.fail("a finished cell was run again"))
+    monkeypatch.setattr("perfed.training.prepare.train", lambda *_: pytest.fail("a finished cell was run again"))
     again = json.loads(call(*words, "--json").out)
     assert [line["value"] for line in again["lines"]] == [line["value"] for line in out["lines"]]
     shown = call("pgfed-1", "--quick", "--methods", "local,pgfed,apfl", "--seeds", "1", "--only-report", *TINY).out
@@ -810,13 +810,14 @@ def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
     from perfed.federation.federation import Federation
     from perfed.report import table_figures
     from perfed.studies.papers.watch import mixtures
-    from perfed.training.experiment import prepare, read_config
+    from perfed.training.folder import RunFolder
+    from perfed.training.prepare import prepare
 
     made, run = watched(tmp_path / "table", "sequential")
     run()
     for seed in range(2):
         folder = alphas(tmp_path, seed).parent
-        experiment = prepare(read_config(folder))
+        experiment = prepare(RunFolder(folder).config())
         method = experiment.method(catalog.find("pfedmb"))
         federation = Federation(Sequential(Job(method, experiment.clients, seed=seed)))
         lines = [json.loads(line) for line in alphas(tmp_path, seed).read_text().splitlines()]

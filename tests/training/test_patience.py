@@ -19,8 +19,8 @@ from perfed.studies import measures
 from perfed.training import files
 from perfed.training import train as training
 from perfed.training.config import from_dict
-from perfed.training.experiment import reopen
 from perfed.training.observers.checkpoint import BestRound
+from perfed.training.prepare import reopen
 
 SMALL = {"clients": 4, "epochs": 1, "hidden": 8, "baseline": False}
 STILL = 1e-12  # a learning rate at which nothing is learned: no evaluation is better than the first
@@ -250,7 +250,7 @@ def test_a_lost_best_round_is_said(tmp_path, monkeypatch, capsys):
 def test_a_damaged_best_round_does_not_stop_the_next_attempt(tmp_path, monkeypatch):
     best = stopped(tmp_path / "run", monkeypatch, 8)
     monkeypatch.setattr(BestRound, "write", lambda *_: None)
-    monkeypatch.setattr(BestRound, "__init__", lambda self, folder, *_: setattr(self, "folder", folder / "best"))
+    monkeypatch.setattr(BestRound, "__init__", lambda self, folder, *_: setattr(self, "folder", folder.best))
     for path in best.glob("*.rows"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(Problem, match="damaged: its checksum does not fit; `perfed resume` trains on"):

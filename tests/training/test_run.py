@@ -22,7 +22,7 @@ import perfed
 from perfed.report.tables import clients_csv
 from perfed.training import catalog
 from perfed.training.config import from_dict, place_flags, read_toml
-from perfed.training.experiment import prepare, read_config
+from perfed.training.prepare import prepare
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename
@@ -117,7 +117,7 @@ def test_run_refuses_what_the_command_refuses(tmp_path):
 
 def test_models_reproduce_the_reported_accuracy(small):
     run = perfed.load(small.path)
-    test = prepare(read_config(run.path)).clients.test
+    test = prepare(run.folder.config()).clients.test
     for method in run.entries:
         result = json.loads((run.path / method / "result.json").read_text())
         for id, reported in enumerate(result["clients"]):
@@ -206,7 +206,7 @@ def test_clients_never_chosen_keep_the_initial_model(tmp_path):
     chosen = {name for line in rounds for name in line["cohort"]}
     assert all(len(line["cohort"]) == 1 for line in rounds)
     assert 1 <= len(chosen) <= 2
-    experiment = prepare(read_config(run.path))
+    experiment = prepare(run.folder.config())
     model = experiment.method(run.entries["local"]).model
     initial = model.state_dict(model.init(0))
     for client in run.clients():

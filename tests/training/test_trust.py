@@ -13,9 +13,10 @@ from perfed import api
 from perfed.core.errors import Problem
 from perfed.training import files
 from perfed.training.config import from_dict
-from perfed.training.experiment import create, prepare, read_config
+from perfed.training.folder import MethodFolder, RunFolder
 from perfed.training.observers.checkpoint import Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
+from perfed.training.prepare import create, prepare
 from perfed.training.results import compare
 
 QUIET = Console(quiet=True)
@@ -62,7 +63,7 @@ def test_resume_mentions_other_versions(tmp_path, capsys):
 def test_the_configuration_names_what_auto_meant(tmp_path):
     write_clients(tmp_path / "data")
     folder = create(prepare(from_dict(settings(tmp_path / "data", engine="auto"))), tmp_path / "run")
-    run = read_config(folder).run
+    run = RunFolder(folder).config().run
     assert run.engine in ("workers", "sequential", "vectorised")
     assert run.device in ("cpu", "cuda")
 
@@ -74,7 +75,7 @@ def test_a_run_folder_names_no_code_outside_it(name, tmp_path):
     text = (folder / "config.toml").read_text().replace('"fedavg"]', f'"{name}"]')
     (folder / "config.toml").write_text(text)
     with pytest.raises(Problem, match="not one of its own files"):
-        read_config(folder)
+        RunFolder(folder).config()
 
 
 def test_folders_of_clients_are_never_read_from_a_file(tmp_path):
@@ -114,8 +115,8 @@ def test_a_log_that_lost_lines_sends_resume_to_an_older_checkpoint(tmp_path):
     from perfed.training.catalog import find
 
     make = lambda: Federation(Sequential(Job(experiment.method(find("fedavg")), experiment.clients)))
-    federation, log = make(), MetricsLog(tmp_path)
-    checkpoints = Checkpoints(tmp_path, 1, log)
+    federation, log = make(), MetricsLog(MethodFolder(tmp_path))
+    checkpoints = Checkpoints(MethodFolder(tmp_path), 1, log)
     for line in ("one\n", "two\n"):
         federation.step()
         with (tmp_path / "rounds.jsonl").open("a") as file:
@@ -124,7 +125,11 @@ def test_a_log_that_lost_lines_sends_resume_to_an_older_checkpoint(tmp_path):
     (tmp_path / "rounds.jsonl").write_text("one\n")
     said = []
     again = make()
-    assert restore(tmp_path, again, said.append) == {"metrics.jsonl": 0, "rounds.jsonl": 4, "times.jsonl": 0}
+    assert restore(MethodFolder(tmp_path), again, said.append) == {
+        "metrics.jsonl": 0,
+        "rounds.jsonl": 4,
+        "times.jsonl": 0,
+    }
     assert again.round == 1
     assert "lines are missing" in said[0]
 

@@ -38,7 +38,7 @@ def show(
     from perfed.report import partition as report  # imports torch and matplotlib
     from perfed.report.tables import rich_table
     from perfed.training import files
-    from perfed.training.experiment import load_clients
+    from perfed.training.prepare import load_clients
 
     clients, console = load_clients(config.data, config.run.seed), console_for(json)
     console.print(report.heading(clients, config.data), markup=False)

@@ -14,7 +14,7 @@ from perfed.cli.output import console_for, interruptible, print_json, refuse_div
 from perfed.training.config import refuse_taken
 
 if TYPE_CHECKING:
-    from perfed.training.experiment import Experiment
+    from perfed.training.prepare import Experiment
     from perfed.training.results import Run
 
 
@@ -69,14 +69,14 @@ def _print_ending(run: Run, json: bool) -> None:
     console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
     for line in remarks(run.summary()):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"\nreport   {run.path / 'report'}")
+    console.print(f"\nreport   {run.folder.report}")
     client, count = run.clients()[0], len(run.about["clients"])
     if not client.path.exists():
         console.print("models   none written (--save-models)")
     elif client.path.parent.name != client.about["folder"]:
         console.print(f"models   {client.path}   (one for all {count} clients)")
     else:
-        console.print(f"models   {client.path.parent.parent}/<client>/model.safetensors   ({count} clients)")
+        console.print(f"models   {client.path.parent.parent}/<client>/{client.path.name}   ({count} clients)")
     if client.path.exists():
         load = f"perfed.load('{run.path}').client('{client.about['folder']}').model()"
         console.print(f'load     python -c "import perfed; print({load})"')

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from perfed.core.errors import Problem
 from perfed.core.random import DROPOUT, STRAGGLE, derive, uniform
-
-if TYPE_CHECKING:
-    from perfed.training.config import RunConfig
 
 
 class Answers(NamedTuple):
@@ -31,36 +28,41 @@ class Faults:
     discard: bool = False  # their work is lost, too
 
     def draw(self, seed: int, round: int, ids: list[int], epochs: int) -> Answers:
-        """What happens in a round: a function of seed, round and clients, the same for every method and engine."""
-        lost = some(derive(seed, DROPOUT, round), ids, self.dropout)
+        """Draw what happens in a round: a function of seed, round and clients, alike for every method and engine.
+
+        Args:
+            seed: the run's.
+            round: the round's number.
+            ids: who is asked.
+            epochs: E, of which a straggler finishes some.
+        """
+        lost = draw_share(derive(seed, DROPOUT, round), ids, self.dropout)
         left = [id for id in ids if id not in lost]
         key = derive(seed, STRAGGLE, round)
-        late = some(key, left, self.stragglers)
+        late = draw_share(key, left, self.stragglers)
         if self.discard:
             return Answers([id for id in left if id not in late], [id for id in ids if id in lost or id in late])
         if not late:
             return Answers(left, sorted(lost))
         drawn = 1 + derive(key, torch.tensor(left), 1) % epochs
-        done = [int(e) if id in late else epochs for id, e in zip(left, drawn, strict=True)]
+        done = [int(finished) if id in late else epochs for id, finished in zip(left, drawn, strict=True)]
         return Answers(left, sorted(lost), done)
 
 
-def some(key: torch.Tensor, ids: list[int], share: float) -> set[int]:
-    """A share of the clients, drawn by their numbers; a part of a client is rounded at random, right on average."""
+def draw_share(key: torch.Tensor, ids: list[int], share: float) -> set[int]:
+    """Draw a random `share` of the clients, keyed by their ids.
+
+    A fractional count is rounded stochastically, so the expectation is exact.
+    """
     if not share or not ids:
         return set()
     count = int(share * len(ids) + float(uniform(key, (1,), torch.float64)))
-    first = derive(key, torch.tensor(ids), 0).argsort(stable=True)[:count]
-    return {ids[at] for at in first.tolist()}
-
-
-def faults_of(run: RunConfig) -> Faults:
-    """The faults that a run asks for."""
-    return Faults(run.dropout, run.stragglers, run.straggler_work == "discard")
+    rows = derive(key, torch.tensor(ids), 0).argsort(stable=True)[:count]
+    return {ids[row] for row in rows.tolist()}
 
 
 def refuse_pointless(faults: Faults, name: str, epochs: int) -> None:
-    """With one epoch a straggler would be like everybody else."""
+    """Refuse stragglers that would be like everybody else: with one epoch there is no part to finish."""
     if faults.stragglers and not faults.discard and epochs == 1:
         raise Problem(
             f"stragglers finish a part of the local epochs, but {name} has only 1: set --epochs to 2 or more, "
@@ -69,17 +71,17 @@ def refuse_pointless(faults: Faults, name: str, epochs: int) -> None:
 
 
 def tally(lines: list[dict[str, Any]]) -> dict[str, int]:
-    """How often clients failed in a run, from its log of rounds."""
-    took, lost = sum(len(line["cohort"]) for line in lines), sum(len(line["lost"]) for line in lines)
+    """Count how often clients failed in a run, from its log of rounds."""
+    answered, lost = sum(len(line["cohort"]) for line in lines), sum(len(line["lost"]) for line in lines)
     late, empty = sum(len(line["late"]) for line in lines), sum(line["unchanged"] for line in lines)
-    return {"asked": took + lost, "lost": lost, "late": late, "rounds": len(lines), "unchanged": empty}
+    return {"asked": answered + lost, "lost": lost, "late": late, "rounds": len(lines), "unchanged": empty}
 
 
-def in_words(found: dict[str, int]) -> str:
-    """The same for people."""
-    said = f"{found['lost']} of {found['asked']} answers lost"
-    if found["late"]:
-        said += f", {found['late']} after a part of the epochs"
-    if found["unchanged"]:
-        said += f"; {found['unchanged']} of {found['rounds']} rounds had no answer and left the server as it was"
-    return said
+def in_words(counts: dict[str, int]) -> str:
+    """Say for people how often clients failed."""
+    text = f"{counts['lost']} of {counts['asked']} answers lost"
+    if counts["late"]:
+        text += f", {counts['late']} after a part of the epochs"
+    if counts["unchanged"]:
+        text += f"; {counts['unchanged']} of {counts['rounds']} rounds had no answer and left the server as it was"
+    return text

@@ -8,6 +8,7 @@ from perfed.report.picture import picture
 from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
 from perfed.training import files
 from perfed.training.config import RunConfig
+from perfed.training.folder import card_file
 from perfed.training.results import Run
 
 
@@ -18,7 +19,7 @@ def up_to(config: RunConfig) -> str:
 
 def write_report(run: Run) -> Path:
     """summary.md, clients.csv and accuracy.png in <run>/report; card.md in every client's folder."""
-    folder = run.path / "report"
+    folder = run.folder.report
     folder.mkdir(exist_ok=True)
     data, config = run.config.data, run.config.run
     last = all(one["saved_round"] == one["rounds"] for one in run.summary())
@@ -35,7 +36,7 @@ def write_report(run: Run) -> Path:
     files.write(folder / "accuracy.png", picture(run))
     for summary in run.summary():
         for id, client in enumerate(run.about["clients"]):
-            home = run.path / summary["method"] / "clients" / client["folder"]
+            home = run.folder.method(summary["method"]).client(client["folder"])
             if home.is_dir():
-                files.write(home / "card.md", card(run, summary["method"], id, summary))
+                files.write(card_file(home), card(run, summary["method"], id, summary))
     return folder

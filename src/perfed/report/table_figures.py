@@ -182,12 +182,11 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     if protocol.own not in protocol.rows:
         return None
     one = cell(protocol, out, column, protocol.own, 0)
-    place = one.folder / one.method / "server.safetensors"
-    if not (one.done and place.is_file()):  # of a run that is kept, the scores may be all there is
+    if not (one.done and one.training.server_file.is_file()):  # of a run that is kept, the scores may be all there is
         return None
-    server = files.load_tree(place)
+    server = one.training.server()
     change = server["alpha"].double().numpy() - 1 / len(server["ids"])
-    train = np.array([client["train"] for client in files.read_json(one.folder / "clients.json")["clients"]])
+    train = np.array([client["train"] for client in one.run.raw_clients()["clients"]])
     order = np.argsort(train)
     change, train = change[np.ix_(order, order)], train[order]
     of_columns, of_rows = ("n/a" if r is None else f"{r:+.2f}" for r in correlations(change, train))

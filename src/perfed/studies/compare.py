@@ -17,7 +17,7 @@ from perfed.report.folder import up_to
 from perfed.report.tables import markdown, remarks, signed, size
 from perfed.training import files
 from perfed.training.config import Config, from_dict, new_folder, read_toml, to_toml
-from perfed.training.experiment import BASELINE
+from perfed.training.prepare import BASELINE
 from perfed.training.results import Run, compare
 
 PLAN = "compare.json"
@@ -31,7 +31,7 @@ def is_comparison(folder: Path) -> bool:
 
 def create(config: Config, seeds: int, out: Path | None, metrics: bool = False, target: float | None = None) -> Path:
     """A folder for a comparison, which says what is to be shown of it; its runs come later."""
-    from perfed.training.experiment import prepare
+    from perfed.training.prepare import prepare
 
     prepare(config)  # what is wrong is found before anything is written
     unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
@@ -82,7 +82,7 @@ def carry_out(folder: Path, console: Console) -> dict[str, Any]:
 
 def _batched(config: Config) -> bool:
     """Whether cohorts are batches, so that several seeds can share one."""
-    from perfed.engines import pick_device, pick_engine
+    from perfed.training.engine import pick_device, pick_engine
 
     return pick_engine(config.run, pick_device(config.run.device), 2) == "vectorised"
 

@@ -18,7 +18,6 @@ from perfed.federation.traffic import count_bytes
 from perfed.training import catalog
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
-from perfed.training.observers.log import CLIENTS, ROUNDS, TIMES, read
 from perfed.training.results import Run
 
 
@@ -50,7 +49,8 @@ def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Cu
     place = {client["name"]: at for at, client in enumerate(run.about["clients"])}
     samples = np.array([client["test"] for client in run.about["clients"]])
     found: dict[int, np.ndarray] = {}
-    log = read(run.path / method / CLIENTS)
+    folder = run.folder.method(method)
+    log = folder.scores()
     for line in log:
         if until and line["round"] > until:
             break
@@ -62,7 +62,7 @@ def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Cu
     if not found:
         early = f" up to round {until}" if log else ""
         why = f"the first are of round {log[0]['round']}" if log else "the run's log is missing or empty"
-        raise Problem(f"'{run.path / method / CLIENTS}' has no scores{early}: {why}")
+        raise Problem(f"'{folder.scores_log}' has no scores{early}: {why}")
     rounds = np.array(list(found))
     table = np.stack(list(found.values()))
     return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples, table[:, 3])
@@ -116,7 +116,7 @@ def area(rounds: np.ndarray, mean: np.ndarray) -> float:
 
 def traffic(run: Run, method: str) -> tuple[np.ndarray, np.ndarray]:
     """(rounds, bytes sent until then in both directions, between servers too)."""
-    lines = read(run.path / method / ROUNDS)
+    lines = run.folder.method(method).rounds()
     sent = [line["bytes"] for line in lines]
     total = [sum(v for k, v in b.items() if k != "extra") + sum(b.get("extra", {}).values()) for b in sent]
     return np.array([line["round"] for line in lines]), np.array(total)
@@ -130,7 +130,7 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
     """
     rounds, sent = traffic(run, method)
     out: dict[str, Any] = {"rounds": int(rounds[-1]), "bytes": int(sent[-1]), "flops": flops(run, method)}
-    out["seconds"] = round(sum(line["seconds"] for line in read(run.path / method / TIMES)), 3)
+    out["seconds"] = round(run.seconds(method), 3)
     out["area"] = area(curve.rounds, curve.mean)
     if target is not None:
         reached = first_round(curve.rounds, curve.mean, target)
@@ -178,7 +178,7 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
     is the engine's affair.
     """
     from perfed.models import make_network
-    from perfed.training.experiment import make_method
+    from perfed.training.prepare import make_method
 
     count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), about["classes"])
     made = make_method(config, entry, network, count)
@@ -210,7 +210,7 @@ def flops(run: Run, method: str) -> int | None:
 def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
     """(training and validation samples of all participations [m, 2], sample passes [with a gradient, without])."""
     sizes = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
-    took = [sizes[name] for line in read(run.path / method / ROUNDS) for name in line["cohort"]]
+    took = [sizes[name] for line in run.folder.method(method).rounds() for name in line["cohort"]]
     took = np.array(took).reshape(-1, 2)  # perhaps nobody ever answered
     if run.config.run.stragglers:  # they did a part of it
         return took, None
@@ -226,10 +226,8 @@ def network_flops(folder: Path) -> tuple[int, int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
-    from perfed.training.experiment import load_network
-
-    build, about = load_network(folder)
-    network, sample = build().train(), torch.rand(2, *about["shape"])  # two: BatchNorm needs them
+    run = Run(folder)
+    network, sample = run.network().train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
     found = []
     with FlopCounterMode(display=False) as both:
         loss = network(sample).sum()

@@ -134,7 +134,7 @@ def _words(settings: Settings) -> str:
 
 def _about(task: Task, seeds: int, how: dict[str, Any]) -> dict[str, Any]:
     """What all trials have in common, and where they were run."""
-    from perfed.engines import pick_device
+    from perfed.training.engine import pick_device
 
     config = task.configure(next(whole(task.grid)), 0)
     first = config.run.seed

@@ -13,9 +13,9 @@ import torch
 from perfed import __version__
 from perfed.data.config import DataConfig
 from perfed.data.pool import data_dir
-from perfed.engines import pick_device, pick_engine
 from perfed.engines.workers import cores
 from perfed.training.config import RunConfig
+from perfed.training.engine import pick_device, pick_engine
 
 
 def findings() -> dict[str, Any]:

@@ -18,9 +18,9 @@ from perfed.data.config import DataConfig
 from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
-from perfed.training.experiment import SERVER, load_clients, make_method
+from perfed.training.folder import model_file, save_models
+from perfed.training.prepare import load_clients, make_method
 from perfed.training.results import Run
-from perfed.training.train import save_models
 
 
 def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None) -> dict[str, Any]:
@@ -41,19 +41,19 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     clients = as_in_training(load_clients(data, run.config.run.seed), run.about)
     method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]))
     method = dataclasses.replace(method, fine_tune=fine_tune)
-    server = files.load_tree(run.path / name / SERVER)
+    server = run.folder.method(name).server()
     engine = Sequential(Job(method, clients, seed=run.config.run.seed))
     down = _for_all(method, server, len(clients))
     last = result["rounds"] + rounds
     for round in range(result["rounds"] + 1, last + 1):
         visit(engine, down, round)
     (reply,) = engine.evaluate([EvaluationRequest(0, last, range(len(clients)), down, keep=True)])
-    folder = out or run.path / name / "newcomers"
+    folder = out or run.folder.method(name).newcomers
     listed, taken = [], set()
     for id, scores in enumerate(reply.scores.by_client()):
         home = folder / files.slug(clients.names[id], taken)
         save_models(method.model, home, name, rows(reply.models, id))
-        listed.append({"client": clients.names[id], "path": str(home / "model.safetensors"), **scores})
+        listed.append({"client": clients.names[id], "path": str(model_file(home)), **scores})
     return {"run": str(run.path), "method": name, "models": str(folder), "clients": listed}
 
 

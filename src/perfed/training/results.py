@@ -1,7 +1,8 @@
-"""What a finished run gives: scores, comparisons with Local, and each client's model."""
+"""A finished run, opened: scores, comparisons with Local, and each client's model."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem, nearest
-from perfed.training import files
+from perfed.models import make_network
 from perfed.training.config import Config
-from perfed.training.experiment import BASELINE, load_network, read_clients, read_config
-from perfed.training.observers.log import ROUNDS, TIMES, read
+from perfed.training.folder import RunFolder
+from perfed.training.prepare import BASELINE
 
 
 class ClientModel:
-    """One client of one method: its scores and its model."""
+    """A client of a method: its scores and its model."""
 
     def __init__(self, run: Run, method: str, id: int):
         self.run, self.method, self.id = run, method, id
         self.about: dict[str, Any] = run.about["clients"][id]
         self.name: str = self.about["name"]
-        own = run.path / method / "clients" / self.about["folder"] / "model.safetensors"
-        shared = run.path / method / "model.safetensors"  # of a run whose clients have no files of their own
-        self.path: Path = shared if shared.exists() and not own.exists() else own
+        self.path: Path = run.folder.method(method).model(self.about["folder"])
 
     @property
     def scores(self) -> dict[str, Any]:
-        """Scores of the last round, or of the one whose models are saved: model -> split -> metric."""
+        """Scores of the last round, or of the round whose models are saved: model -> split -> metric."""
         return self.run.result(self.method)["clients"][self.id]
 
     @property
@@ -41,7 +40,7 @@ class ClientModel:
         return self.scores["personal"]["test"]["accuracy"]
 
     def model(self) -> nn.Module:
-        """The personalised network, in eval mode."""
+        """Return the personalised network, in eval mode."""
         network = self.run.network()
         try:
             state = load_file(self.path)
@@ -59,11 +58,25 @@ class ClientModel:
         return network.eval()
 
     def predict(self, x: Any) -> np.ndarray:
-        """The class of every sample; x as the data set gives it (images from 0 to 255 are scaled as in training)."""
+        """Return the class of every sample.
+
+        Args:
+            x: samples [n, ...] as the data set gives them: images from 0 to 255 are scaled as in training.
+
+        Returns:
+            The classes [n], numbered as in training.
+        """
         return self.logits(x).argmax(1).numpy()
 
     def logits(self, x: Any) -> Tensor:
-        """The network's output for samples x [n, ...]."""
+        """Return the network's output for samples.
+
+        Args:
+            x: samples [n, ...], as for `predict`.
+
+        Returns:
+            Logits [n, classes].
+        """
         shape = tuple(self.run.about["shape"])
         x = torch.as_tensor(np.asarray(x))
         if x.shape[1:] != shape or x.dim() != len(shape) + 1:
@@ -85,9 +98,10 @@ class Run:
     """A run folder, opened."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.config: Config = read_config(self.path)
-        self.about: dict[str, Any] = read_clients(self.path)
+        self.folder = RunFolder(path)
+        self.path = self.folder.path
+        self.config: Config = self.folder.config()
+        self.about: dict[str, Any] = self.folder.clients()
         self.entries = {entry.name: entry for entry in self.config.entries()}
         self._results: dict[str, tuple[int, dict[str, Any]]] = {}
 
@@ -100,57 +114,113 @@ class Run:
         return list(self.entries)[-1]
 
     @cached_property
-    def _network(self) -> Any:
-        return load_network(self.path)[0]
+    def _network(self) -> Callable[[], nn.Module]:
+        return make_network(self.config.model, tuple(self.about["shape"]), self.about["classes"])
 
     def network(self) -> nn.Module:
-        """A fresh network of this run's kind."""
+        """Return a fresh network of this run's kind."""
         return self._network()
 
     def result(self, method: str) -> dict[str, Any]:
-        """What a method's training ended with."""
+        """Return what a method's training ended with.
+
+        Args:
+            method: the method's name.
+
+        Returns:
+            The contents of its result file: rounds, bytes, every client's scores.
+        """
         if method not in self.entries:
             raise Problem(f"this run has no method '{method}'{nearest(method, self.entries)}")
-        path = self.path / method / "result.json"
-        if not path.exists():
+        folder = self.folder.method(method)
+        if not folder.finished:
             raise Problem(f"{method} is not finished: continue with `perfed resume {self.path}`")
-        changed = path.stat().st_mtime_ns
+        changed = folder.result_file.stat().st_mtime_ns
         if self._results.get(method, (None,))[0] != changed:  # with many clients, reading it again and again takes long
-            self._results[method] = changed, files.read_json(path)
+            self._results[method] = changed, folder.result()
         return self._results[method][1]
 
     def clients(self, method: str | None = None) -> list[ClientModel]:
-        """All clients of a method."""
+        """Return all clients of a method.
+
+        Args:
+            method: the method's name; None: the last one of the run.
+
+        Returns:
+            The clients, in the order of the data.
+        """
         method = method or self.main
         self.result(method)
         return [ClientModel(self, method, id) for id in range(len(self.about["clients"]))]
 
     def client(self, name: str, method: str | None = None) -> ClientModel:
-        """One client, by the name it has in the data (or its folder's)."""
-        for one in self.clients(method):
-            if name in (one.name, one.about["folder"]):
-                return one
+        """Return a client.
+
+        Args:
+            name: the name that the client has in the data, or that of its folder.
+            method: the method's name; None: the last one of the run.
+
+        Returns:
+            The client, with its scores and its model.
+        """
+        for client in self.clients(method):
+            if name in (client.name, client.about["folder"]):
+                return client
         names = [client["name"] for client in self.about["clients"]]
         close = nearest(name, names) if len(names) <= 50 or "mean" in nearest(name, names) else ""
         raise Problem(f"this run has no client '{name}'{close}")
 
     def accuracies(self, method: str, model: str = "personal", split: str = "test") -> np.ndarray:
-        """One number per client; NaN where a client has no samples in the split."""
+        """Return every client's accuracy.
+
+        Args:
+            method: the method's name.
+            model: which of the models that the method evaluates.
+            split: train (where it was scored), val or test.
+
+        Returns:
+            A number for each client; NaN where a client has no samples in the split.
+        """
         return self.scores(method, "accuracy", model, split)
 
     def scores(self, method: str, metric: str, model: str = "personal", split: str = "test") -> np.ndarray:
-        """The same of any metric: accuracy, loss, and where the run has them macro_f1 and auc."""
+        """Return every client's score in a metric.
+
+        Args:
+            method: the method's name.
+            metric: accuracy, loss, and where the run has them macro_f1 and auc.
+            model: which of the models that the method evaluates.
+            split: train (where it was scored), val or test.
+
+        Returns:
+            A number for each client; NaN where a client has no samples in the split.
+        """
         scores = [client[model].get(split, {}).get(metric) for client in self.result(method)["clients"]]
         return np.array([np.nan if s is None else s for s in scores])
 
     def curve(self, method: str, model: str = "personal") -> tuple[list[int], list[float]]:
-        """(rounds, mean test accuracy) as far as evaluated."""
-        lines = [line for line in read(self.path / method / ROUNDS) if "accuracy" in line]
+        """Return how the mean test accuracy went.
+
+        Args:
+            method: the method's name.
+            model: which of the models that the method evaluates.
+
+        Returns:
+            The rounds that were evaluated, and the mean test accuracy in each.
+        """
+        lines = [line for line in self.folder.method(method).rounds() if "accuracy" in line]
         return [line["round"] for line in lines], [line["accuracy"][model] for line in lines]
 
     def seconds(self, method: str) -> float:
-        """Time spent in rounds, interruptions not counted."""
-        return sum(line["seconds"] for line in read(self.path / method / TIMES))
+        """Return the time spent in rounds, interruptions not counted.
+
+        Args:
+            method: the method's name.
+
+        Returns:
+            Seconds.
+        """
+        return sum(self.folder.method(method).seconds())
 
     @property
     def diverged(self) -> dict[str, str]:
@@ -158,7 +228,7 @@ class Run:
         return {name: self.result(name)["diverged"] for name in self.entries if "diverged" in self.result(name)}
 
     def summary(self) -> list[dict[str, Any]]:
-        """One dict per method: accuracy over clients, gain over Local, bytes, time, where the models are."""
+        """Return a dict for each method: accuracy over clients, gain over Local, bytes, time, where the models are."""
         return [self._summary(name) for name in self.entries]
 
     def _summary(self, name: str) -> dict[str, Any]:
@@ -186,7 +256,7 @@ class Run:
             "faults": result.get("faults"),
             "refused": result.get("refused"),
             "diverged": result.get("diverged", ""),
-            "models": str(self.path / name / "clients"),
+            "models": str(self.folder.method(name).clients),
         }
 
     @staticmethod
@@ -194,7 +264,14 @@ class Run:
         return [model for model in result["clients"][0] if model != "personal"]
 
     def gain(self, method: str) -> dict[str, Any]:
-        """A method's test accuracy minus Local's, client by client."""
+        """Compare a method's test accuracies with Local's, client by client.
+
+        Args:
+            method: the method's name.
+
+        Returns:
+            What `compare` returns.
+        """
         return compare(self.accuracies(method), self.accuracies(BASELINE))
 
 

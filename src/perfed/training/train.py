@@ -9,26 +9,25 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from torch import Tensor
 
 from perfed.core.errors import Problem
-from perfed.core.model import Model
-from perfed.engines import can_record, make_engine
 from perfed.engines.base import Engine, Job
 from perfed.engines.scores import PERSONAL, Scores
-from perfed.federation.faults import Faults, faults_of, tally
+from perfed.federation.faults import Faults, tally
 from perfed.federation.federation import PATIENCE, Federation, Save, evaluate, step
-from perfed.training import catalog, files
-from perfed.training.experiment import SERVER, Experiment, read_clients
+from perfed.training import catalog
+from perfed.training.engine import can_record, make_engine
+from perfed.training.folder import MethodFolder, RunFolder, save_models
 from perfed.training.observers import Observer, Round
-from perfed.training.observers.checkpoint import BestRound, Checkpoints, forget_best, restore
-from perfed.training.observers.log import ROUNDS, MetricsLog, read
+from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
+from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
+from perfed.training.prepare import Experiment, faults_of
 from perfed.wire import treatment
 
 MANY = 1000  # clients from which on a file for each is written only where that is asked for
 SHOWN = 10  # refused uploads that a result names; the log has all
-Watch = Callable[[Path, int], Observer]  # a method's folder, and the round that it goes on from
+Watch = Callable[[MethodFolder, int], Observer]  # where it writes, and the round that the training goes on from
 
 
 def train(
@@ -47,25 +46,25 @@ def train(
         watch: makes one more observer for each method of each run.
 
     Returns:
-        The folders of methods that diverged, and why.
+        The run folders in which a method diverged, and why.
     """
     diverged: dict[Path, str] = {}
     with ExitStack() as locks:
-        for folder in folders:
-            locks.enter_context(files.only_one(folder))
+        for path in folders:
+            locks.enter_context(RunFolder(path).lock())
         for entry in experiments[0].config.entries():
             todo = []
-            for experiment, folder in zip(experiments, folders, strict=True):
-                place = folder / entry.name
-                if (place / "result.json").exists():
-                    forget_best(place)
-                    if why := files.read_json(place / "result.json").get("diverged"):
-                        diverged[place] = why
+            for experiment, path in zip(experiments, folders, strict=True):
+                run = MethodRun(experiment, entry, RunFolder(path), console, watch)
+                if run.folder.finished:
+                    run.folder.forget_best()
+                    if why := run.folder.result().get("diverged"):
+                        diverged[path] = why
                 else:
-                    todo.append(MethodRun(experiment, entry, place, console, watch))
+                    todo.append(run)
             batched = all(run.experiment.engine == "vectorised" and run.method.vectorised for run in todo)
             for group in [todo] if batched and todo else [[run] for run in todo]:
-                diverged |= _train(group, console)
+                diverged |= {run.run_folder.path: why for run, why in _train(group, console).items()}
     return diverged
 
 
@@ -75,10 +74,16 @@ class MethodRun:
     federation: Federation
 
     def __init__(
-        self, experiment: Experiment, entry: catalog.Entry, place: Path, console: Console, watch: Watch | None = None
+        self,
+        experiment: Experiment,
+        entry: catalog.Entry,
+        run_folder: RunFolder,
+        console: Console,
+        watch: Watch | None = None,
     ):
-        place.mkdir(exist_ok=True)
-        self.experiment, self.entry, self.place, self.console, self.watch = experiment, entry, place, console, watch
+        self.experiment, self.entry, self.console, self.watch = experiment, entry, console, watch
+        self.run_folder, self.folder = run_folder, run_folder.method(entry.name)
+        self.folder.path.mkdir(exist_ok=True)
         self.config, self.method = experiment.config.run, experiment.method(entry)
         self.every_model = self.config.save_models == "all" or (
             self.config.save_models == "auto" and len(experiment.clients) <= MANY
@@ -90,24 +95,24 @@ class MethodRun:
     def job(self) -> Job:
         """Return what the engine needs."""
         wire = treatment(self.config.wire)
-        return Job(self.method, self.experiment.clients, self.config.seed, wire, self.place)
+        return Job(self.method, self.experiment.clients, self.config.seed, wire, self.folder.path)
 
     def begin(self, engine: Engine, run: int) -> None:
         """Go on from the newest checkpoint, or begin."""
         config = self.config
         patience = min(PATIENCE, config.rounds)
         self.federation = Federation(engine, run, faults=faults_of(config), quorum=config.quorum, patience=patience)
-        sizes = restore(self.place, self.federation, self._say)
-        log = MetricsLog(self.place, sizes)
+        sizes = restore(self.folder, self.federation, self._say)
+        log = MetricsLog(self.folder, sizes)
         self.observers: list[Observer] = [log]
         if self.watch is not None:
-            self.observers.append(self.watch(self.place, self.federation.round))
+            self.observers.append(self.watch(self.folder, self.federation.round))
         # The last one: a run goes on only from what all others have seen.
-        self.observers.append(Checkpoints(self.place, config.checkpoint_every, log))
+        self.observers.append(Checkpoints(self.folder, config.checkpoint_every, log))
         wanted = config.save_round == "best" or (config.save_round == "auto" and config.patience > 0)
         wanted = wanted and config.save_models != "none"
-        self.best_round = BestRound(self.place, log, self.federation.round) if wanted else None
-        for line in read(self.place / ROUNDS):
+        self.best_round = BestRound(self.folder, log, self.federation.round) if wanted else None
+        for line in self.folder.rounds():
             self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
 
     def _say(self, text: str) -> None:
@@ -125,7 +130,13 @@ class MethodRun:
 
     def saver(self, last: bool) -> Save | None:
         """Return where models go after the last round; those of the best one are saved at the very end."""
-        return _saver(self.method.model, self.place) if last and self.every_model and self.best_round is None else None
+        return self._save_client() if last and self.every_model and self.best_round is None else None
+
+    def _save_client(self) -> Save:
+        """Return what writes a client's models into the client's folder."""
+        model, method = self.method.model, self.entry.name
+        homes = [self.folder.client(client["folder"]) for client in self.run_folder.clients()["clients"]]
+        return lambda id, models: save_models(model, homes[id], method, models)
 
     def judge(self, scores: Scores) -> None:
         """Look at an evaluation; `stopped` says whether it was the last one."""
@@ -171,7 +182,7 @@ class MethodRun:
         saved = None if self.best_round is None else self._go_back(self.best_round)
         shared = None if self.every_model else federation.shared()
         if shared is not None:
-            save_models(method.model, self.place, self.entry.name, shared)
+            save_models(method.model, self.folder.path, self.entry.name, shared)
         if not self.every_model and self.config.save_models == "auto":
             written = "the model that all clients share" if shared is not None else "no model"
             self._say(
@@ -185,16 +196,16 @@ class MethodRun:
             result["best"] = {"round": self.best[0], "validation": self.best[1]}
         result |= {"evaluates": method.evaluates, "bytes": dataclasses.asdict(federation.traffic)}
         result |= {"clients": self.scores.by_client(), "parameters": method.model.P}
-        log = read(self.place / ROUNDS)
+        log = self.folder.rounds()
         if federation.faults != Faults():
             result["faults"] = tally(log)
         if refused := [refusal for line in log for refusal in line.get("refused", [])]:
             result["refused"] = {"count": len(refused), "first": refused[:SHOWN]}
         if diverged:
             result["diverged"] = diverged
-        files.save_tree(self.place / SERVER, federation.server)
-        files.write_json(self.place / "result.json", result)
-        forget_best(self.place)
+        self.folder.write_server(federation.server)
+        self.folder.write_result(result)
+        self.folder.forget_best()
 
     def _go_back(self, best: BestRound) -> int | None:
         """Go back to the round with the best models, score them once more and save them; None where it is lost."""
@@ -203,18 +214,18 @@ class MethodRun:
         try:
             there = round == federation.round or best.restore(federation, round)
         except Problem as problem:
-            forget_best(self.place)
+            self.folder.forget_best()
             raise Problem(f"{problem}; `perfed resume` trains on, and saves the last round's models") from None
         federation.traffic = traffic  # of all rounds
-        save = _saver(self.method.model, self.place) if self.every_model else None
+        save = self._save_client() if self.every_model else None
         self.scores = federation.evaluate(save, self.config.scores != "none")
         which = f"of round {round}, the best on validation samples" if there else f"of the last round: {round} is lost"
         self._say(f"{self.entry.name}: the models are those {which}")
         return round if there else None
 
 
-def _train(group: list[MethodRun], console: Console) -> dict[Path, str]:
-    """Train one method in one or more runs; returns the folders in which it diverged, and why."""
+def _train(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
+    """Train a method in one or more runs; returns those in which it diverged, and why."""
     first = group[0]
     for run in group:
         run.notices()
@@ -227,10 +238,10 @@ def _train(group: list[MethodRun], console: Console) -> dict[Path, str]:
     finally:
         engine.close()
     # They were interrupted between two checkpoints: each goes on by itself.
-    return {folder: why for run in group for folder, why in _train([run], console).items()}
+    return {run: why for alone in group for run, why in _train([alone], console).items()}
 
 
-def _rounds(group: list[MethodRun], console: Console) -> dict[Path, str]:
+def _rounds(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
     """Carry out all rounds of runs in lockstep, each as long as it needs to be."""
     first, active, diverged = group[0], group, {}
     config, title = first.config, first.entry.title + (f" x {len(group)}" if len(group) > 1 else "")
@@ -260,7 +271,7 @@ def _rounds(group: list[MethodRun], console: Console) -> dict[Path, str]:
                 if run in over:
                     run.finish()
                     if run.federation.diverged:
-                        diverged[run.place] = run.federation.diverged
+                        diverged[run] = run.federation.diverged
             active = [run for run in active if run not in over]
     return diverged
 
@@ -272,18 +283,3 @@ def _evaluate(active: list[MethodRun], last: bool) -> None:
     scores = evaluate([run.federation for run in active], [run.saver(last) for run in active], full)
     for run, each in zip(active, scores, strict=True):
         run.judge(each)
-
-
-def _saver(model: Model, place: Path) -> Callable[[int, dict[str, Tensor]], None]:
-    folders = [client["folder"] for client in read_clients(place.parent)["clients"]]
-    return lambda id, models: save_models(model, place / "clients" / folders[id], place.name, models)
-
-
-def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]) -> None:
-    """A client's models as files: model.safetensors is the personal one."""
-    home.mkdir(parents=True, exist_ok=True)
-    for name, theta in models.items():
-        about = {"format": "pt", "method": method, "model": name}
-        state = {key: t.cpu() for key, t in model.state_dict(theta).items()}
-        path = home / f"{'model' if name == 'personal' else name}.safetensors"
-        files.write(path, files.tensor_file(state, about))

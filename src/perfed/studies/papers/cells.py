@@ -17,7 +17,7 @@ from perfed.core.errors import Problem
 from perfed.studies.papers.protocol import NEUTRAL, Protocol, without_folder
 from perfed.training import files
 from perfed.training.config import Config, to_toml
-from perfed.training.observers.log import CLIENTS
+from perfed.training.folder import MethodFolder, RunFolder
 from perfed.training.provenance import commit, hardware, together
 
 NEWCOMERS = "newcomers.json"  # scores of clients that joined later, epoch by epoch
@@ -46,9 +46,19 @@ class Cell:
         return any(path.exists() and "diverged" in files.read_json(path) for path in (self.record, self.result))
 
     @property
+    def run(self) -> RunFolder:
+        """The files of its run."""
+        return RunFolder(self.folder)
+
+    @property
+    def training(self) -> MethodFolder:
+        """The files of its method."""
+        return self.run.method(self.method)
+
+    @property
     def result(self) -> Path:
         """What the training ended with."""
-        return self.folder / self.method / "result.json"
+        return self.training.result_file
 
     def place(self, model: str, until: int) -> Path:
         """Where its scores are kept: of one model, up to a round (0: all)."""
@@ -56,7 +66,7 @@ class Cell:
 
     def readable(self, model: str, until: int) -> bool:
         """Whether these scores are kept, or the log that they are made from."""
-        return self.place(model, until).exists() or (self.folder / self.method / CLIENTS).exists()
+        return self.place(model, until).exists() or self.training.scores_log.exists()
 
     @property
     def record(self) -> Path:
@@ -127,7 +137,7 @@ def _batches(left: list[Cell], protocol: Protocol, how: dict[str, Any]) -> list[
 
 def batched(config: Config, how: dict[str, Any]) -> bool:
     """Whether cohorts are batches, so that several runs can share one."""
-    from perfed.engines import pick_device, pick_engine
+    from perfed.training.engine import pick_device, pick_engine
 
     asked = _asked(config, how).run
     return pick_engine(asked, pick_device(asked.device), 2) == "vectorised"
@@ -169,7 +179,7 @@ def run(
     """
     from perfed.studies.papers.joining import old_hands, welcome
     from perfed.studies.papers.watch import Mixtures
-    from perfed.training.experiment import prepare, reopen
+    from perfed.training.prepare import prepare, reopen
     from perfed.training.train import train
 
     experiments = []
@@ -180,7 +190,6 @@ def run(
         experiments.append(reopen(_asked(config, how), one.folder, console, those))
         _sign(one, experiments[-1].device)
     diverged = train(experiments, [one.folder for one in some], console, Mixtures if watch else None)
-    diverged = {place.parent: why for place, why in diverged.items()}
     for one, experiment in zip(some, experiments, strict=True):
         if one.first and one.folder not in diverged:
             welcome(prepare(experiment.config), one)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from perfed.core.messages import Down
 from perfed.core.method import Method
-from perfed.engines import make_engine
 from perfed.engines.base import EvaluationRequest, Job
 from perfed.engines.vectorised import part
 from perfed.studies.papers.cells import NEWCOMERS, Cell
 from perfed.training import catalog, files
-from perfed.training.experiment import SERVER, Experiment
+from perfed.training.engine import make_engine
 from perfed.training.newcomers import visit
+from perfed.training.prepare import Experiment
 
 
 def old_hands(experiment: Experiment, share: float) -> Experiment:
@@ -34,7 +34,7 @@ def welcome(experiment: Experiment, cell: Cell) -> None:
     method = experiment.method(entry)
     begin = int(cell.first * len(experiment.clients) + 1e-9)
     newcomers = part(experiment.clients, begin, len(experiment.clients))
-    start = global_model(method, files.load_tree(cell.folder / cell.method / SERVER))
+    start = global_model(method, cell.training.server())
     same = {
         key: getattr(method, key) for key in ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size")
     }

@@ -13,12 +13,9 @@ from perfed.studies.papers.cells import NEWCOMERS, Cell, cell
 from perfed.studies.papers.protocol import Protocol
 from perfed.studies.papers.watch import ALPHAS
 from perfed.training import files
-from perfed.training.experiment import SERVER
-from perfed.training.observers.log import ROUNDS, TIMES
 
 ENDING = ".tar.xz"
-_RUN = ("clients.json", "config.toml", "env.json", NEWCOMERS, ALPHAS, "scores_*.json", "files/*")
-_METHOD = ("result.json", ROUNDS, TIMES)
+OWN = (NEWCOMERS, ALPHAS, "scores_*.json")  # what tables write into a run's folder
 
 
 def check_path(path: Path) -> None:
@@ -52,22 +49,20 @@ def pack(protocol: Protocol, out: Path, path: Path) -> None:
 
 def _contents(one: Cell, out: Path) -> Iterator[tuple[Path, bytes]]:
     """(name, bytes) of a cell's files."""
-    here = one.folder.relative_to(out)
     yield one.record.relative_to(out), one.record.read_bytes()
     if not one.done:
         return
-    places = [(one.folder, here, name) for name in _RUN]
-    places += [(one.folder / one.method, here / one.method, name) for name in _METHOD]
-    for folder, name, pattern in places:
-        for file in sorted(folder.glob(pattern)):
-            yield name / file.relative_to(folder), _elsewhere(file)
-    if one.seed == 0 and (matrix := _matrix(one.folder / one.method / SERVER)):
-        yield here / one.method / SERVER, matrix
+    own = [file for pattern in OWN for file in sorted(one.folder.glob(pattern))]
+    for file in [*one.run.kept(), *own, *one.training.kept()]:
+        if file.exists():
+            yield file.relative_to(out), _elsewhere(one, file)
+    if one.seed == 0 and (matrix := _matrix(one.training.server_file)):
+        yield one.training.server_file.relative_to(out), matrix
 
 
-def _elsewhere(file: Path) -> bytes:
+def _elsewhere(one: Cell, file: Path) -> bytes:
     """A file's bytes; settings without the folder that the data were read from, which is another one elsewhere."""
-    if file.name != "config.toml":
+    if file != one.run.config_file:
         return file.read_bytes()
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("dir = ")).encode()
@@ -79,5 +74,6 @@ def _matrix(server: Path) -> bytes:
     if not isinstance(whole, dict) or not {"alpha", "ids"} <= set(whole):
         return b""
     with tempfile.TemporaryDirectory() as folder:
-        files.save_tree(Path(folder) / SERVER, {"alpha": whole["alpha"], "ids": whole["ids"]})
-        return (Path(folder) / SERVER).read_bytes()
+        path = Path(folder) / server.name
+        files.save_tree(path, {"alpha": whole["alpha"], "ids": whole["ids"]})
+        return path.read_bytes()

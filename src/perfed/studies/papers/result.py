@@ -17,7 +17,7 @@ from perfed.studies.papers.protocol import RULES, Protocol
 from perfed.studies.papers.rank_agreement import interval, kendall, same_order, spearman
 from perfed.studies.papers.scores import scores
 from perfed.training import catalog
-from perfed.training.experiment import read_clients
+from perfed.training.folder import RunFolder
 from perfed.training.provenance import together
 
 LOCAL = "local"
@@ -57,7 +57,7 @@ def _memory(protocol: Protocol, out: Path, column: str, row: str, seeds: Iterabl
     for seed in seeds:
         one = cell(protocol, out, column, row, seed)
         config = protocol.config(column, protocol.rows[row].runs, seed)
-        return dict(measures.memory(config, catalog.find(one.method), read_clients(one.folder)))
+        return dict(measures.memory(config, catalog.find(one.method), RunFolder(one.folder).clients()))
     return {"server_state": None, "client_state": None}
 
 

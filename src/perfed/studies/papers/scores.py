@@ -60,7 +60,7 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     else:
         curve = measures.curves(run, cell.method, model, until)
         spent = [int(sent[rounds == r][0]) for r in curve.rounds]
-    environment, asked = files.read_json(cell.folder / "env.json"), files.read_json(cell.record)
+    environment, asked = cell.run.environment(), files.read_json(cell.record)
     machine = f"{asked.get('device') or environment['device']}, engine {environment['engine']}"
     n = np.where(np.isnan(curve.test), 0, curve.samples)
     plain = lambda values: [None if np.isnan(v) else float(v) for v in values]
@@ -78,7 +78,7 @@ def scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         "rules": {rule: {"round": at, "clients": plain(each)} for rule, (at, each) in chosen.items()},
         "system": measures.system(run, cell.method, curve),
         "machine": f"{machine}, torch {environment['versions']['torch']}",
-        "data": files.read_json(cell.folder / "clients.json").get("partition", {}).get("note", ""),
+        "data": cell.run.raw_clients().get("partition", {}).get("note", ""),
         **{key: asked[key] for key in ("version", "commit")},
     }
     files.write_json(place, found)

@@ -17,8 +17,8 @@ import torch
 
 from perfed.methods.shared.mixture import convex
 from perfed.training import files
+from perfed.training.folder import MethodFolder, read_lines
 from perfed.training.observers import Round
-from perfed.training.observers.log import read
 
 ALPHAS = "alphas.jsonl"
 
@@ -26,8 +26,8 @@ ALPHAS = "alphas.jsonl"
 class Mixtures:
     """Appends every client's weights of the branches, mean over layers, to a file of a run that is in round `now`."""
 
-    def __init__(self, place: Path, now: int):
-        self.path = place.parent / ALPHAS
+    def __init__(self, folder: MethodFolder, now: int):
+        self.path = folder.path.parent / ALPHAS
         files.write(self.path, b"".join(_until(self.path, now)))  # later rounds are still to come
 
     def see(self, event: Round) -> None:
@@ -53,5 +53,5 @@ def mixtures(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """(rounds, weights [rounds, clients, branches]) of a run folder; None where nobody looked on."""
     if not (folder / ALPHAS).exists():
         return None
-    lines = read(folder / ALPHAS)
+    lines = read_lines(folder / ALPHAS)
     return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,19 @@ from perfed.core.tree import tree_map
 from perfed.federation.federation import Federation
 from perfed.federation.traffic import Traffic
 from perfed.training import files
+from perfed.training.folder import MethodFolder
 from perfed.training.observers import Round
 from perfed.training.observers.log import MetricsLog
 
 KEPT = 2
-RECENT, BEST = "checkpoints", "best"  # folders: what a run goes on from, and the round whose models are saved
 ROWS = ".rows"
 
 
 class Checkpoints:
-    """Writes one every so many rounds, after the metrics of that round."""
+    """Writes a checkpoint every so many rounds, after the metrics of that round."""
 
-    def __init__(self, folder: Path, every: int, log: MetricsLog):
-        self.folder, self.every, self.log = folder / RECENT, every, log
+    def __init__(self, folder: MethodFolder, every: int, log: MetricsLog):
+        self.folder, self.every, self.log = folder.checkpoints, every, log
         self.folder.mkdir(exist_ok=True)
 
     def see(self, event: Round) -> None:
@@ -64,11 +63,11 @@ class Checkpoints:
 
 
 class BestRound(Checkpoints):
-    """The round with the best models so far, of a run that is in round `now`."""
+    """Keeps the round with the best models so far, of a run that is in round `now`."""
 
-    def __init__(self, folder: Path, log: MetricsLog, now: int):
+    def __init__(self, folder: MethodFolder, log: MetricsLog, now: int):
         super().__init__(folder, 0, log)
-        self.recent, self.folder = self.folder, folder / BEST
+        self.recent, self.folder = self.folder, folder.best
         _keep(self.folder, [round for round in _rounds(self.folder) if round <= now])  # later ones are still to come
 
     def write(self, federation: Federation) -> None:
@@ -76,20 +75,15 @@ class BestRound(Checkpoints):
         super().write(federation)
 
     def _prune(self) -> None:
-        """Besides the newest, keep the one that a run would want that goes on from the newest checkpoint."""
+        """Keep the newest, and what a run would want that goes on from the newest checkpoint."""
         known, there = max(_rounds(self.recent), default=0), _rounds(self.folder)
         _keep(self.folder, [*there[-1:], *[round for round in there if round <= known][-1:]])
 
     def restore(self, federation: Federation, round: int) -> bool:
-        """Set the federation to this round; whether it is there."""
+        """Set the federation to this round; returns whether it is there."""
         if round in _rounds(self.folder):
             _read(self.folder.parent, _path(self.folder, round), federation)
         return federation.round == round
-
-
-def forget_best(folder: Path) -> None:
-    """What a run that is over does not need any more."""
-    shutil.rmtree(folder / BEST, ignore_errors=True)
 
 
 def _path(folder: Path, round: int) -> Path:
@@ -149,14 +143,23 @@ def _read(folder: Path, path: Path, federation: Federation) -> dict[str, int]:
     return state["logs"]
 
 
-def restore(folder: Path, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
-    """Set the federation to its newest whole checkpoint; returns the logs' lengths, None where there is none."""
-    found = _rounds(folder / RECENT)
-    for round in reversed(found):
+def restore(folder: MethodFolder, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
+    """Set the federation to its newest whole checkpoint.
+
+    Args:
+        folder: where the checkpoints are.
+        federation: a new one of the same method, seed and clients.
+        notice: is told which checkpoint is damaged.
+
+    Returns:
+        The logs' lengths at that checkpoint; None where there is no checkpoint.
+    """
+    rounds = _rounds(folder.checkpoints)
+    for round in reversed(rounds):
         try:
-            return _read(folder, _path(folder / RECENT, round), federation)
+            return _read(folder.path, _path(folder.checkpoints, round), federation)
         except Problem as problem:
-            if round == found[0]:
+            if round == rounds[0]:
                 raise
             notice(f"{problem}; going back to the checkpoint before it")
     return None

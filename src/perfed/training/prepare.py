@@ -1,0 +1,252 @@
+"""From a configuration to an experiment: data, network, methods, device and engine; and to a folder for its results."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from perfed import __version__
+from perfed.core.clients import SPLITS, Clients
+from perfed.core.errors import Problem
+from perfed.core.method import Method
+from perfed.core.model import Model
+from perfed.data import load
+from perfed.data.catalog import scheme
+from perfed.data.config import DataConfig
+from perfed.federation.faults import Faults, refuse_pointless
+from perfed.federation.federation import cohort_size
+from perfed.models import build, is_path, suits
+from perfed.models.trial import refuse_mixing
+from perfed.training import catalog
+from perfed.training.config import Config, RunConfig, to_toml
+from perfed.training.engine import pick_device, pick_engine
+from perfed.training.folder import RunFolder
+
+THREADS = 1  # of each process: results depend on it, so it is the same everywhere
+BASELINE = "local"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked configuration with its data and its network: everything but the training."""
+
+    config: Config
+    clients: Clients
+    network: Callable[[], nn.Module]
+    device: str
+    engine: str
+
+    def method(self, entry: catalog.Entry) -> Method:
+        """Return a method with its settings."""
+        return make_method(self.config, entry, self.network, len(self.clients), self.device)
+
+
+def make_method(
+    config: Config, entry: catalog.Entry, network: Callable[[], nn.Module], clients: int, device: str = "cpu"
+) -> Method:
+    """Make a method as a configuration describes it.
+
+    Args:
+        config: the configuration.
+        entry: which of its methods.
+        network: builds the network.
+        clients: how many there are in all.
+        device: where its tensors are.
+
+    Returns:
+        The method, with a model of its own.
+    """
+    run = config.run
+    model = Model(network, head=config.model.head, dtype=getattr(torch, run.precision), device=device)
+    kind, settings = entry.load(), config.settings(entry)
+    try:
+        numbers = {"cohort": cohort_size(clients, run.participation), "population": clients}
+        return kind(model, **settings, seed=run.seed, **numbers)
+    except TypeError as error:  # a function that it must have is missing, or @dataclass(frozen=True)
+        raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
+
+
+def faults_of(run: RunConfig) -> Faults:
+    """Return the faults that a run simulates."""
+    return Faults(run.dropout, run.stragglers, run.straggler_work == "discard")
+
+
+def prepare(config: Config) -> Experiment:
+    """Load data, build the network, make every method once: what is wrong is refused before anything is written.
+
+    Args:
+        config: the configuration; what it leaves open is decided here.
+
+    Returns:
+        The experiment, whose configuration spells everything out.
+    """
+    torch.set_num_threads(THREADS)
+    torch.backends.cudnn.deterministic = True  # or a GPU gives another result every time
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.run.tf32
+    if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
+        config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
+    device = pick_device(config.run.device)
+    clients = load_clients(config.data, config.run.seed)
+    _refuse_without_validation(config.run, clients)
+    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
+    data = dataclasses.replace(config.data, partition=scheme(config.data))
+    config = dataclasses.replace(config, data=data, model=model)
+    engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
+    network = build(model, clients)
+    if engine == "vectorised":
+        refuse_mixing(network, clients)
+    experiment = Experiment(config, clients.to(device), network, device, engine)
+    for entry in config.entries():
+        refuse_pointless(faults_of(config.run), entry.name, experiment.method(entry).epochs)
+    return experiment
+
+
+def _refuse_without_validation(run: RunConfig, clients: Clients) -> None:
+    """Refuse what looks at validation samples where no client has any, and a best round that nobody saves."""
+    for setting, wanted in (("patience", run.patience > 0), ("save_round = best", run.save_round == "best")):
+        if wanted and not len(clients.val.y):
+            raise Problem(f"run.{setting} needs validation samples, and no client has one: set data.val above 0")
+    if run.save_round == "best" and run.save_models == "none":
+        raise Problem("run.save_round = best has nothing to save with run.save_models = none")
+
+
+def load_clients(data: DataConfig, run_seed: int) -> Clients:
+    """Load clients that can be measured: at least one of them has a test sample."""
+    clients = load(data, run_seed if data.partition_seed is None else data.partition_seed)
+    if not len(clients.test.y):
+        raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
+    return clients
+
+
+def create(experiment: Experiment, out: Path | None) -> Path:
+    """Make a new run folder with everything but results.
+
+    Args:
+        experiment: the run.
+        out: the folder; None: a new one in ./runs.
+
+    Returns:
+        The folder.
+    """
+    config = experiment.config
+    name = f"{datetime.now():%Y-%m-%d}_{config.data.name}_{config.entries()[-1].name}"
+    unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
+    folder = RunFolder(out or Path("runs") / f"{name}_{unique}")
+    folder.create()
+    folder.write_clients(describe(experiment.clients))
+    folder.write_environment(environment(experiment))
+    picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
+    folder.write_config(_with_own_copies(dataclasses.replace(config, run=picked), folder))  # the last of all files
+    return folder.path
+
+
+def reopen(
+    config: Config, path: Path, console: Console, change: Callable[[Experiment], Experiment] | None = None
+) -> Experiment:
+    """Return the experiment of a run folder: as the folder says where it was begun, else a new one.
+
+    Args:
+        config: the configuration of a new run.
+        path: the folder.
+        console: where notices go.
+        change: what is done to the experiment first, such as leaving out clients that do not train.
+    """
+    folder = RunFolder(path)
+    begun = folder.begun
+    experiment = prepare(folder.config() if begun else config)
+    experiment = change(experiment) if change else experiment
+    if begun:
+        check_same(experiment, folder, lambda text: console.print(text, highlight=False))
+    else:
+        create(experiment, path)
+    return experiment
+
+
+def describe(clients: Clients) -> dict[str, Any]:
+    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
+    digest = hashlib.sha256()
+    for name in SPLITS:
+        for tensor in (clients.split(name).x, clients.split(name).y):
+            digest.update(tensor.cpu().contiguous().flatten().numpy().data)
+    listed = []
+    for id, name in enumerate(clients.names):
+        listed.append({"name": name, **{split: clients.split(split).size[id] for split in SPLITS}})
+    return {
+        "shape": list(clients.shape),
+        "classes": clients.classes,
+        "image": clients.train.x.dtype == torch.uint8,
+        "mean": _numbers(clients.mean),
+        "std": _numbers(clients.std),
+        "labels": clients.labels and list(clients.labels),
+        "columns": clients.columns and list(clients.columns),
+        "partition": clients.partition,
+        "digest": digest.hexdigest(),
+        "clients": listed,
+    }
+
+
+def _numbers(tensor: Tensor | None) -> list[float] | None:
+    return None if tensor is None else tensor.flatten().tolist()
+
+
+def check_same(experiment: Experiment, folder: RunFolder, notice: Callable[[str], None]) -> None:
+    """Refuse to go on with other data than a run was begun with; other versions are worth a line.
+
+    Args:
+        experiment: the run as it is now.
+        folder: the run as it was.
+        notice: is told what may change results in their last bits.
+    """
+    before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients)))
+    if before != now:
+        differ = ", ".join(key for key in now if before.get(key) != now[key])
+        raise Problem(f"the data of '{folder.path}' are no longer what they were (different: {differ})")
+    versions = folder.environment().get("versions", {})
+    for name, version_now in environment(experiment)["versions"].items():
+        if versions.get(name) != version_now:
+            notice(f"{name} was {versions.get(name)}, now {version_now}: results may differ in the last bits")
+
+
+def _with_own_copies(config: Config, folder: RunFolder) -> Config:
+    """Copy the user's files into the folder, and spell every hyper-parameter out."""
+    entries = config.entries()
+    names = [folder.copy(entry.file) if not entry.shipped else entry.name for entry in entries]
+    spelled = {}
+    for entry in entries:
+        defaults = {key: field.default for key, field in entry.fields.items() if key not in catalog.RUN_SETS}
+        spelled[entry.name] = defaults | config.settings(entry)
+    model = config.model
+    if is_path(model.name):
+        path, _, factory = model.name.rpartition(":")
+        model = dataclasses.replace(model, name=f"{folder.copy(Path(path).expanduser())}:{factory}")
+    data = config.data
+    if data.dir is not None:  # a run may be resumed from another folder
+        data = dataclasses.replace(data, dir=str(Path(data.dir).expanduser().resolve()))
+    return dataclasses.replace(config, methods=tuple(names), method=spelled, train={}, model=model, data=data)
+
+
+def environment(experiment: Experiment) -> dict[str, Any]:
+    """Say where a run is made: what its numbers depend on."""
+    packages = ("torch", "numpy", "scikit-learn", "safetensors")
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if experiment.device.startswith("cuda") else platform.machine(),
+        "engine": experiment.engine,
+        "threads": THREADS,
+        "versions": {"perfed": __version__} | {name: version(name) for name in packages},
+    }
