@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from perfed.core.model import Model as Model
     from perfed.training.results import Run as Run
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "load": "perfed.api",
