@@ -1,7 +1,8 @@
 """Run folders of version 0.1 load and resume; `run-0.1.tar.xz` holds a run that was killed after round 4 of 6.
 
-Made by perfed 0.1.0 (commit a1bd630): `perfed run local ditto --rounds 6 --clients 3 --epochs 1 --batch-size 50 --model mlr
---checkpoint-every 2 --engine sequential --no-baseline`; `ditto.json` is what the same command ends with uninterrupted.
+Made by perfed 0.1.0 (commit a1bd630): `perfed run local ditto --rounds 6 --clients 3 --epochs 1 --batch-size 50
+--model mlr --checkpoint-every 2 --engine sequential --no-baseline`; `ditto.json` is what the same command ends with
+uninterrupted.
 """
 
 import io

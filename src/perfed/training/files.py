@@ -51,18 +51,22 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """A JSON file, atomically: a line for each key, and for each element where a value is a list of objects.
+    """Write a JSON file: a line for each key, and for each element where a value is a list of objects.
 
-    Not json's own indentation: that is written in Python, which takes long where there are very many clients.
+    Not with json's own indentation: that is written in Python, which takes long where there are very many clients.
     """
-    text = lambda one: json.dumps(one, sort_keys=True)
-    listed = lambda one: isinstance(one, list) and any(isinstance(item, dict) for item in one)
-    lines = lambda one: "[\n  " + ",\n  ".join(map(text, one)) + "\n ]" if listed(one) else text(one)
+
+    def lines(item: Any) -> str:
+        if isinstance(item, list) and any(isinstance(element, dict) for element in item):
+            return "[\n  " + ",\n  ".join(map(text, item)) + "\n ]"
+        return text(item)
+
+    text = lambda item: json.dumps(item, sort_keys=True)
     write(path, "{\n " + ",\n ".join(f"{text(key)}: {lines(value[key])}" for key in sorted(value)) + "\n}\n")
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file; what is wrong with it is said in one sentence."""
+    """Read a JSON file; a damaged one is a Problem."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -80,7 +84,7 @@ def _digest(skeleton: str, tensors: list[Tensor]) -> str:
 
 
 def tensor_file(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
-    """The bytes of a safetensors file; the same every time, though safetensors itself writes metadata in any order."""
+    """Return the bytes of a safetensors file, equal every time: safetensors itself writes metadata in any order."""
     content = save(tensors, about)
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -91,17 +95,17 @@ def tensor_file(tensors: dict[str, Tensor], about: dict[str, str]) -> bytes:
 
 
 def save_tree(path: Path, tree: Any) -> None:
-    """A tree of tensors and plain values, with a checksum."""
+    """Write a tree of tensors and plain values, with a checksum."""
     skeleton, tensors = pack(tree)
     shapes = [list(t.shape) for t in tensors]
     tensors = [t.detach().cpu().contiguous().reshape(t.shape or (1,)) for t in tensors]
     text = json.dumps([skeleton, shapes])
-    named = {str(at): t.clone() for at, t in enumerate(tensors)}
+    named = {str(number): tensor.clone() for number, tensor in enumerate(tensors)}
     write(path, tensor_file(named, {"tree": text, "sha256": _digest(text, tensors)}))
 
 
 def load_tree(path: Path) -> Any:
-    """What `save_tree` wrote; a Problem where the file is damaged or something else."""
+    """Read what `save_tree` wrote; a file that is damaged, or something else, is a Problem."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -119,7 +123,7 @@ def load_tree(path: Path) -> Any:
 
 
 def slug(name: str, taken: set[str]) -> str:
-    """A safe, unique folder name for a client's name, which comes from outside and may be anything."""
+    """Make a safe, unique folder name of a client's name, which comes from outside and may be anything."""
     simple = re.sub(r"[^A-Za-z0-9_-]+", "_", name)[:40].strip("_")
     reserved = re.fullmatch(r"(?i)con|prn|aux|nul|com\d|lpt\d", simple)
     if not simple or simple != name or reserved or simple.lower() in taken:

@@ -19,7 +19,7 @@ from perfed.training.engine import pick_device, pick_engine
 
 
 def findings() -> dict[str, Any]:
-    """Versions, cores, GPU, disk, data, and the engine that `auto` would pick."""
+    """Return versions, cores, GPU, disk, data, and the engine that `auto` would pick."""
     device = pick_device("auto")
     extras = {"datasets": _version("datasets"), "pillow": _version("pillow")}
     data = data_dir(DataConfig())
@@ -35,7 +35,7 @@ def findings() -> dict[str, Any]:
         "engine": f"{pick_engine(RunConfig(), device, cohort=2)} on {device}",
         "disk": f"{free / 1e9:.0f} GB free here" + ("" if free > 1e9 else " (too little for larger runs)"),
         "data": f"{data}: " + (f"{len(list(data.glob('*.npz')))} npz files" if data.is_dir() else "not there yet"),
-        "extras": {name: found or "not installed: pip install 'perfed[data]'" for name, found in extras.items()},
+        "extras": {name: number or "not installed: pip install 'perfed[data]'" for name, number in extras.items()},
     }
 
 

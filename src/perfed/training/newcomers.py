@@ -78,7 +78,15 @@ def visit(engine: Engine, down: Down, round: int) -> None:
 
 
 def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
-    """New clients' samples as the run's models know them: the same columns, labels and scale; else a Problem."""
+    """Bring new clients' samples into the form that a run's models know, or refuse them.
+
+    Args:
+        clients: the newcomers.
+        about: the run's clients, as its folder describes them.
+
+    Returns:
+        The newcomers with columns, labels and scale as in training.
+    """
     if clients.shape != tuple(about["shape"]):
         raise Problem(f"the new clients' samples have shape {clients.shape}, the run's {tuple(about['shape'])}")
     if (clients.train.x.dtype == torch.uint8) != about["image"]:
@@ -108,6 +116,6 @@ def _places(wanted: Sequence[str], known: Sequence[str], what: str) -> list[int]
 
 
 def _for_all(method: Method, server: Any, count: int) -> Down:
-    """What a newcomer receives, once for each."""
+    """Return what newcomers receive: a row for each, all alike."""
     down = method.newcomer(server)
     return Down(down.shared, tree_map(lambda t: torch.stack([t] * count), down.own))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def commit() -> str:
-    """The commit these sources are from, with a + where files differ from it; empty for an installed package.
+    """Return the commit these sources are from, with a + where files differ from it; empty for an installed package.
 
     $PERFED_COMMIT goes first: sources that were copied without their history cannot know it themselves.
     """
@@ -25,12 +25,12 @@ def commit() -> str:
             return ""
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    found = git("rev-parse", "--short", "HEAD")
-    return found + ("+" if found and git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
+    commit = git("rev-parse", "--short", "HEAD")
+    return commit + ("+" if commit and git("status", "--porcelain", "--untracked-files=no", "--", ".") else "")
 
 
 def hardware(device: str) -> str:
-    """The GPU's name where one is used, else the machine's kind and its cores."""
+    """Return the GPU's name where a GPU is used, else the machine's kind and its cores."""
     import torch
 
     from perfed.engines.workers import cores
@@ -41,5 +41,5 @@ def hardware(device: str) -> str:
 
 
 def together(texts: Iterable[str]) -> str:
-    """Several commits or machines in one text, each once; a text may name several itself."""
-    return "; ".join(dict.fromkeys(one for text in texts for one in text.split("; ") if one))
+    """Join commits or machines to a text that names each once; a text may name several itself."""
+    return "; ".join(dict.fromkeys(name for text in texts for name in text.split("; ") if name))

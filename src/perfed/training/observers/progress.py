@@ -20,7 +20,7 @@ class ProgressLine:
     def __init__(self, console: Console, title: str, rounds: int, done: int = 0):
         self.console, self.title, self.rounds = console, f"{title:<10}", rounds
         self.accuracy, self.began = "", time.monotonic()
-        self.said = self.began
+        self.printed = self.began
         self.bar = None
         if console.is_terminal:
             words = ["{task.description}", "{task.fields[accuracy]}"]
@@ -33,7 +33,9 @@ class ProgressLine:
             self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.bar:
             self.bar.stop()
 
@@ -44,7 +46,7 @@ class ProgressLine:
         now = time.monotonic()
         if self.bar:
             self.bar.update(self.task, completed=event.federation.round, accuracy=self.accuracy)
-        elif event.last or now - self.said >= PAUSE:
-            self.said = now
+        elif event.last or now - self.printed >= PAUSE:
+            self.printed = now
             line = f"{self.title} {event.federation.round}/{self.rounds}  {now - self.began:.0f} s  {self.accuracy}"
             self.console.print(line, highlight=False)
