@@ -1,9 +1,9 @@
-"""CPU time of one gradient: the network as it was written, with autograd, against what `Model` makes of it.
+"""CPU time of one gradient: the network as it was written, with autograd, against what `FastModel` makes of it.
 
     python bench/gradients.py > bench/results/gradients.json
 
-Both take turns; medians count, and ratios are what travels between machines. "chains" is the rewritten network under
-autograd, which is what a loss of a method's own gets; "rewritten" is what `model.grad(theta, batch)` does.
+All take turns; medians count, and ratios are what travels between machines. "chains" is the network with fused layers
+under autograd, which is what a loss of a method's own gets; "rewritten" is what `model.grad(theta, batch)` does.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 
 import torch
 
+from perfed.accel.fast_model import FastModel
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
@@ -37,7 +38,8 @@ CASES = [
 def measure(name: str, shape: tuple[int, ...], batch_size: int) -> dict[str, object]:
     """Median milliseconds of one gradient, each way."""
     build = make_network(ModelConfig(name=name, hidden=100, norm="batch"), shape, 10)
-    plain, ours = Model(build, rewrite=False), Model(build)
+    model = Model(build)
+    plain, ours = FastModel(model, fused=False), FastModel(model)
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(batch_size, *shape, generator=draw), torch.randint(0, 10, (batch_size,), generator=draw)
     batch, theta = Batch(x, y, None, derive(0)), ours.init(0)

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from perfed import __version__
+from perfed.accel.fast_model import FastModel
 from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.model import Model
@@ -156,7 +157,7 @@ def study(
     It has the best mean validation accuracy after the last step; of equals the first.
     """
     (entry,) = [one for one in experiment.config.entries() if one.name == METHOD]
-    model, everybody = experiment.method(entry).model, range(len(experiment.clients))
+    model, everybody = FastModel.of(experiment.method(entry).model), range(len(experiment.clients))
     able = [client for client in everybody if experiment.clients.val.size[client]]
     some = [able[int(at)] for at in np.linspace(0, len(able) - 1, min(on, len(able)))]
 

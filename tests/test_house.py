@@ -79,10 +79,6 @@ ONLY = {
 }
 
 PENDING = {
-    "core/layers",
-    "core/messages",
-    "core/model",
-    "core/random",
     "engines/__init__",
     "federation/faults",
     "studies/bench/gpu",

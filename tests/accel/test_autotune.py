@@ -72,9 +72,17 @@ def test_shapes_that_are_met_together_run_only_when_all_are_timed(kernel):
 
 
 def test_nobody_takes_zeros_for_results(kernel):
-    with autotune.together(), pytest.raises(AssertionError, match="zeros for results"):
+    with autotune.shapes_only(), pytest.raises(AssertionError, match="zeros for results"):
         autotune.prepared(lambda: launch(kernel, (3, 8)))
     assert not autotune._chosen
+
+
+def test_where_only_shapes_are_of_use_nothing_is_timed(kernel):
+    with autotune.shapes_only():
+        assert launch(kernel, (3, 8)).tolist() == [0.0, 0.0]
+    assert not autotune._chosen
+    assert not kernel.compiled
+    assert launch(kernel, (3, 8)).tolist() == [1.0, 1.0]
 
 
 def test_an_error_leaves_nothing_waiting(kernel):
@@ -93,13 +101,13 @@ class Full:
     """A memory with room for so many tensors of a kind."""
 
     def __init__(self, room):
-        self.room, self.held = room, weakref.WeakSet()
+        self.room, self.kept = room, weakref.WeakSet()
 
     def take(self):
-        if len(self.held) >= self.room:
+        if len(self.kept) >= self.room:
             raise torch.OutOfMemoryError("full")
         tensor = torch.zeros(1)
-        self.held.add(tensor)
+        self.kept.add(tensor)
         return tensor
 
 
@@ -115,10 +123,11 @@ def test_where_memory_is_short(kernel, monkeypatch, room, chosen):
     """All at once, one by one, or not at all: then the first candidate will do."""
     memory, seen = Full(room), []
     monkeypatch.setattr(autotune, "_time", lambda call, _: {(2, 16): 3.0, (4, 16): 1.0, (2, 32): 2.0}[call.args[1:3]])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(memory.held)))
-    with autotune.together():
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(len(memory.kept)))
+    with autotune.shapes_only() as met:
         scratch(kernel, memory, (3, 8))
         scratch(kernel, memory, (3, 9))
+    autotune.decide(met)
     assert not any(seen), "what did not fit must be let go before anything is tried again"
     assert len(seen) == {6: 0, 3: 1, 2: 3}[room]
     assert [(c["SPLIT"], c["BM"]) for c in autotune._chosen.values()] == [chosen] * 2
@@ -130,11 +139,11 @@ def test_what_does_not_fit_while_shapes_are_met_runs_as_it_goes(kernel, monkeypa
 
     def run():
         for shape in ((3, 8), (3, 9)):
-            held = memory.take()
+            kept = memory.take()
             out = torch.zeros(2)
-            call = lambda c, held=held, out=out: autotune.Call(kernel, (1,), (out, c["SPLIT"], c["BM"]), {})
+            call = lambda c, kept=kept, out=out: autotune.Call(kernel, (1,), (out, c["SPLIT"], c["BM"]), {})
             autotune.run("forward", shape, call, CPU, (out,))
-            del held, call
+            del kept, call
         return out
 
     assert autotune.prepared(run).tolist() == [1.0, 1.0]

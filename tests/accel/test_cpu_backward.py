@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from perfed.accel.fast_model import FastModel
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
 from perfed.models import make_network
@@ -26,9 +27,10 @@ def is_straight(model):
 
 
 def assert_same(build, shape=(6,)):
-    ours, plain = Model(build, dtype=D), Model(build, dtype=D, rewrite=False)
-    theta, some = ours.init(3), torch.linspace(0, 2, 7, dtype=D)
-    for b in (batch(shape), batch(shape, weight=some)):
+    plain = Model(build, dtype=D)
+    ours = FastModel(plain)
+    theta, weight = ours.init(3), torch.linspace(0, 2, 7, dtype=D)
+    for b in (batch(shape), batch(shape, weight=weight)):
         x, before = b.x.clone(), theta.clone()
         for train in (True, False):
             for mine, theirs in zip(ours.grad(theta, b, train=train), plain.grad(theta, b, train=train), strict=True):
@@ -171,7 +173,7 @@ def test_other_layers_take_autograd(build):
 
 
 def test_a_network_whose_layers_were_changed_by_hand():
-    model = Model(lambda: OwnForward(), dtype=D)
+    model = FastModel(Model(lambda: OwnForward(), dtype=D))
     assert not is_straight(model)
 
 
@@ -203,6 +205,6 @@ def test_frozen_parameters_get_no_gradient():
 
 
 def test_a_row_of_a_matrix():
-    model = Model(sequence(nn.Linear(6, 3)), dtype=D)
+    model = FastModel(Model(sequence(nn.Linear(6, 3)), dtype=D))
     rows = torch.stack([model.init(0), model.init(1)], 1)
     torch.testing.assert_close(model.grad(rows[:, 1], batch())[0], model.grad(model.init(1), batch())[0])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import vmap
 
+from perfed.accel.fast_model import FastModel
 from perfed.accel.fused_layers import Conv, rewrite
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive
@@ -18,7 +19,7 @@ D = torch.float64
 
 
 def convs(model, mode="train"):
-    """(relu, pool) of every chain, in order."""
+    """(relu, pool) of every fused layer, in order."""
     return [(m.relu, m.pool) for m in model._nets[mode].modules() if isinstance(m, Conv)]
 
 
@@ -32,12 +33,11 @@ def assert_same(build, batch, head="", **near):
     """Values, gradients and statistics in every mode, for one client and for a block of three."""
     near = near or {"rtol": 1e-12, "atol": 1e-12}
     dtype = batch.x.dtype
-    ours, plain = Model(build, head=head, dtype=dtype), Model(build, head=head, dtype=dtype, rewrite=False)
-    assert not convs(plain)
-    assert ours.shapes == plain.shapes
+    plain = Model(build, head=head, dtype=dtype)
+    ours = FastModel(plain)
     theta = ours.init(1) + 0.01 * ours.weights.only(torch.linspace(-1, 1, ours.width, dtype=dtype))
-    some = torch.linspace(0, 1, len(batch.y), dtype=dtype)
-    for weight, train in ((None, True), (some, True), (None, False), (some, False)):
+    weights = torch.linspace(0, 1, len(batch.y), dtype=dtype)
+    for weight, train in ((None, True), (weights, True), (None, False), (weights, False)):
         b = batch._replace(weight=weight)
         wanted = plain.grad(theta, b, train=train)
         for loss in (None, ours.loss):  # layer by layer where the network is straight, and with autograd
@@ -176,7 +176,8 @@ class WithHead(nn.Module):
 
 
 def test_a_head_of_several_layers_is_still_looked_at():
-    ours, plain = Model(WithHead, head="head", dtype=D), Model(WithHead, head="head", dtype=D, rewrite=False)
+    plain = Model(WithHead, head="head", dtype=D)
+    ours = FastModel(plain)
     assert convs(ours) == [(True, "max")]
     seen = [m.features(m.init(0), images())[1] for m in (ours, plain)]
     assert seen[0].shape == (5, 120)
@@ -293,7 +294,7 @@ def test_hooks_are_not_lost():
 
 
 def test_the_user_gets_the_network_back():
-    model = Model(net(PATTERNS["modules"][0]), dtype=D)
+    model = FastModel(Model(net(PATTERNS["modules"][0]), dtype=D))
     own = model.module(model.init(0))
     assert not any(isinstance(m, Conv) for m in own.modules())
     torch.testing.assert_close(own(images().x), model.apply(model.init(0), images().x)[0])

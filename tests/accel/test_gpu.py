@@ -1,7 +1,6 @@
 """The vectorised engine on a GPU against the reference on the CPU; the kernels' own tests run there too.
 
-`pytest -m gpu` runs these; `pytest tests/test_kernels.py tests/test_fuse.py tests/test_fast.py tests/test_together.py`
-uses compiled kernels where there is a GPU.
+`pytest -m gpu` runs these; the other tests in this folder use compiled kernels where there is a GPU.
 """
 
 import functools
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from perfed.accel import autotune
-from perfed.accel.fast import fast
+from perfed.accel.fast_model import FastModel
 from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Batch, Model
@@ -49,8 +48,8 @@ def here(tree):
     return tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, tree)
 
 
-def compare(found, expected):
-    checks.compare(checks.Outcome(*(here(getattr(found, f)) for f in vars(found))), expected, "the GPU")
+def compare(actual, expected):
+    checks.compare(checks.Outcome(*(here(getattr(actual, f)) for f in vars(actual))), expected, "the GPU")
 
 
 def on(device, name, network, **changed):
@@ -111,11 +110,12 @@ def random(*shape):
 @pytest.mark.parametrize("pool", [False, True], ids=["plain", "average"])
 def test_a_layer_of_full_size_in_single_precision(layer, pool):
     """Without ReLU, which near zero may be on in one precision and off in the other."""
-    from perfed.accel import convolution, operators
+    from perfed.accel import operators
+    from perfed.accel.kernels import conv
 
     kernel, stride, padding = layer
     x, w, b = random(3, 64, 16, 28, 28), random(3, 32, 16, kernel, kernel), random(3, 32)
-    shape = convolution.Layer(kernel, stride, padding, pool=convolution.AVG if pool else convolution.NONE)
+    shape = conv.Layer(kernel, stride, padding, pool=conv.AVG if pool else conv.NONE)
 
     def plain(x, w, b):
         y = F.conv2d(x, w, b, stride, padding)
@@ -123,12 +123,12 @@ def test_a_layer_of_full_size_in_single_precision(layer, pool):
 
     ours = lambda *t: operators.conv(*t, shape)
     g = random(*torch.func.vmap(ours)(x, w, b).shape)
-    found, expected = (
+    actual, expected = (
         torch.func.vmap(torch.func.grad(lambda x, w, b, g, f=f: (f(x, w, b) * g).sum(), argnums=(0, 1, 2)))(*tensors)
         for f, tensors in ((ours, (x, w, b, g)), (plain, (x.double(), w.double(), b.double(), g.double())))
     )
-    for one, other in zip(found, expected, strict=True):
-        assert checks.difference(one, other) < 1e-5
+    for mine, other in zip(actual, expected, strict=True):
+        assert checks.difference(mine, other) < 1e-5
     double = torch.func.vmap(plain)(x.double(), w.double(), b.double())
     assert checks.difference(torch.func.vmap(ours)(x, w, b), double) < 1e-5
 
@@ -139,14 +139,13 @@ def test_a_layer_of_full_size_in_single_precision(layer, pool):
 def test_networks_in_single_precision(name):
     """Losses and gradients of three clients: kernels in float32 against PyTorch's layers in float64."""
     x, y = random(3, 8, 3, 32, 32), torch.arange(24, device="cuda").remainder(10).view(3, 8)
-    found = []
+    actual = []
     for dtype in (torch.float32, torch.float64):
-        model = Model(network(name), device="cuda", dtype=dtype)
+        model = FastModel(Model(network(name), device="cuda", dtype=dtype), kernels=True)  # not for double precision
         theta = torch.stack([model.init(seed) for seed in range(3)])
         gradient = lambda theta, x, y, model=model: model.grad(theta, Batch(x, y, None, y[0]))
-        with fast():  # which double precision does not take
-            found.append(torch.func.vmap(gradient)(theta, x.to(dtype), y))
-    (g, _, loss), (exact, _, value) = found
+        actual.append(torch.func.vmap(gradient)(theta, x.to(dtype), y))
+    (g, _, loss), (exact, _, value) = actual
     assert checks.difference(loss, value) < 1e-5
     assert checks.difference(g, exact) < 1e-3  # a ReLU near zero may be on in one and off in the other
 
@@ -157,7 +156,7 @@ def test_fine_tuning_on_a_gpu_equals_cpu(name):
     make = lambda device: on(device, name, "plain", fine_tune=2)
     expected = checks.play(Sequential(Job(make("cpu"), toy.toy_clients(), seed=5)))
     for engine in (Vectorised, Recorded):
-        compare(checks.play(engine(make("cuda"), toy.toy_clients(), seed=5)), expected)
+        compare(checks.play(engine(Job(make("cuda"), toy.toy_clients(), seed=5))), expected)
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised, pytest.param(Recorded, marks=needs_triton)])
@@ -167,9 +166,9 @@ def test_a_gpu_run_can_be_repeated(name, norm, engine):
     clients = images().to("cuda")
     torch.backends.cudnn.deterministic = True  # as every run sets it
     make = lambda: FedAvg(Model(network(name, norm), device="cuda"), epochs=2, lr=0.05)
-    one, two = (checks.play(engine(make(), clients), [range(3)] * 2) for _ in range(2))
-    assert checks.difference(one.server, two.server) == 0
-    assert checks.difference(one.values, two.values) == 0
+    first, second = (checks.play(engine(Job(make(), clients)), [range(3)] * 2) for _ in range(2))
+    assert checks.difference(first.server, second.server) == 0
+    assert checks.difference(first.scores, second.scores) == 0
 
 
 @needs_triton
@@ -182,12 +181,12 @@ def test_several_runs_in_one_batch(name):
     for _ in range(2):
         step(federations)
     scores = evaluate(federations, [None] * len(federations))
-    for at, (seed, lr) in enumerate(rates.items()):
+    for place, (seed, lr) in enumerate(rates.items()):
         alone = Federation(Sequential(Job(on("cpu", name, "norm", seed=seed, lr=lr), clients, seed=seed)))
         for _ in range(2):
             alone.step()
-        assert checks.difference(here(federations[at].server), alone.server) < 1e-9
-        assert checks.difference(scores[at].tables, alone.evaluate().tables) < 1e-9
+        assert checks.difference(here(federations[place].server), alone.server) < 1e-9
+        assert checks.difference(scores[place].tables, alone.evaluate().tables) < 1e-9
 
 
 @needs_triton

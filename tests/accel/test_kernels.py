@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from perfed.core.data import Plan, order_key, step_key
-from perfed.core.random import GOLDEN, _mix, derive, shuffle
+from perfed.core.random import GOLDEN, derive, mix, shuffle
 from perfed.core.random import uniform as reference_uniform
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
-from perfed.accel import autotune, kernels, operators
-from perfed.accel.convolution import AVG, MAX, Layer
+from perfed.accel import autotune, operators
+from perfed.accel.kernels import hash, rows
+from perfed.accel.kernels.conv import AVG, MAX, Layer
+from perfed.accel.kernels.norm import can_normalise
 from perfed.engines.blocks import _order, _table, _tickets
 
 pytestmark = pytest.mark.usefixtures("within_arguments")
@@ -33,10 +35,10 @@ def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def far(found, expected):
+def far(actual, expected):
     """The relative distance of two tensors of one shape."""
-    assert found.shape == expected.shape
-    return float((found.double() - expected).norm() / expected.norm())
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def plain(x, w, b, layer):
@@ -87,9 +89,9 @@ def test_convolution_and_its_gradients(case):
 
     assert far(vmap(run)(*tensors), expected.detach()) < 1e-5
     loss = lambda g, *t: (run(*t) * g).sum()
-    found = vmap(grad(loss, argnums=tuple(range(1, 1 + len(tensors)))))(g, *tensors)
-    for name, one, other in zip(("x", "w", "b"), found, gradients, strict=False):
-        assert far(one, other) < 1e-5, f"the gradient of {name}"
+    actual = vmap(grad(loss, argnums=tuple(range(1, 1 + len(tensors)))))(g, *tensors)
+    for name, mine, other in zip(("x", "w", "b"), actual, gradients, strict=False):
+        assert far(mine, other) < 1e-5, f"the gradient of {name}"
 
 
 FEW = [("odd pixels are left out by the pool", "FUSED"), ("ReLU and average", "FUSED"), ("even kernel", "FUSED"),
@@ -97,18 +99,18 @@ FEW = [("odd pixels are left out by the pool", "FUSED"), ("ReLU and average", "F
 MORE = [(case, way) for case in LAYERS for way in ("FUSED", "TURNED") if (case, way) not in FEW]
 
 
-@pytest.mark.parametrize(("case", "way"), [*FEW, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
+@pytest.mark.parametrize(("case", "way"), [*FEW, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE)])
 def test_other_ways_to_the_gradient_of_the_weights(case, way, monkeypatch):
     """From the gradient as it comes, where nobody asks for the input's, or turned."""
     monkeypatch.setitem(autotune.CANDIDATES, "weights", [autotune.CANDIDATES["weights"][0] | {way: 1}])
     layer, inner, outer, size, _ = LAYERS[case]
     x, w = normal(CLIENTS, SAMPLES, inner, *size, seed=1), normal(CLIENTS, outer, inner, *[layer.kernel] * 2, seed=2)
     b = normal(CLIENTS, outer, seed=3)
-    found = vmap(grad(lambda w, b, x: operators.conv(x, w, b, layer).square().sum(), argnums=(0, 1)))(w, b, x)
+    actual = vmap(grad(lambda w, b, x: operators.conv(x, w, b, layer).square().sum(), argnums=(0, 1)))(w, b, x)
     for c in range(CLIENTS):
         exact = [t[c].double().requires_grad_() for t in (w, b)]
         expected = torch.autograd.grad(plain(x[c].double(), *exact, layer).square().sum(), exact)
-        assert all(far(one[c], other) < 1e-5 for one, other in zip(found, expected, strict=True))
+        assert all(far(mine[c], other) < 1e-5 for mine, other in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("layer", [Layer(3), Layer(3, relu=True), Layer(3, pool=MAX), Layer(3, relu=True, pool=MAX),
@@ -117,10 +119,10 @@ def test_what_is_not_a_number_stays_so(layer):
     """A run that diverges must be noticed."""
     x, w = normal(CLIENTS, SAMPLES, 4, 8, 8), normal(CLIENTS, 4, 4, 3, 3, seed=1)
     x[0, 1, 2, 3, 3] = torch.nan
-    found = vmap(lambda x, w: operators.conv(x, w, None, layer))(x, w)
+    actual = vmap(lambda x, w: operators.conv(x, w, None, layer))(x, w)
     expected = torch.stack([plain(x[c], w[c], None, layer) for c in range(CLIENTS)])
     assert expected.isnan().any()
-    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(actual.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("pool", [MAX, pytest.param(AVG, marks=pytest.mark.slow)])
@@ -129,12 +131,12 @@ def test_what_is_not_a_number_has_a_gradient(pool):
     layer = Layer(3, relu=True, pool=pool)
     x, w = normal(CLIENTS, SAMPLES, 4, 8, 8), normal(CLIENTS, 4, 4, 3, 3, seed=1)
     x[0, 1, 2, 3, 3] = torch.nan
-    found = vmap(grad(lambda x, w: operators.conv(x, w, None, layer).sum()))(x, w)
+    actual = vmap(grad(lambda x, w: operators.conv(x, w, None, layer).sum()))(x, w)
     for c in range(CLIENTS):
         mine = x[c].clone().requires_grad_()
         (expected,) = torch.autograd.grad(plain(mine, w[c], None, layer).sum(), mine)
         known = expected.isfinite()
-        assert torch.allclose(found[c][known], expected[known], atol=1e-4)
+        assert torch.allclose(actual[c][known], expected[known], atol=1e-4)
 
 
 @pytest.mark.parametrize("shared", ["images", "weights"])
@@ -143,23 +145,23 @@ def test_what_all_clients_share_is_not_batched(shared):
     x, w = normal(CLIENTS, SAMPLES, 3, 8, 8), normal(CLIENTS, 4, 3, 3, 3, seed=1)
     dims = (None, 0) if shared == "images" else (0, None)
     x, w = (t[0] if d is None else t for t, d in zip((x, w), dims, strict=True))
-    rows = [[t.double().requires_grad_() if d is None else t[c].double().requires_grad_() for t, d in
+    each = [[t.double().requires_grad_() if d is None else t[c].double().requires_grad_() for t, d in
              zip((x, w), dims, strict=True)] for c in range(CLIENTS)]  # fmt: skip
-    outputs = [plain(*row, None, layer) for row in rows]
+    outputs = [plain(*row, None, layer) for row in each]
     assert far(vmap(lambda x, w: operators.conv(x, w, None, layer), dims)(x, w), torch.stack(outputs).detach()) < 1e-5
-    expected = [torch.autograd.grad(y.square().sum(), row) for y, row in zip(outputs, rows, strict=True)]
+    expected = [torch.autograd.grad(y.square().sum(), row) for y, row in zip(outputs, each, strict=True)]
     loss = lambda x, w: operators.conv(x, w, None, layer).square().sum()
-    found = vmap(grad(loss, argnums=(0, 1)), dims)(x, w)
-    for at in (0, 1):
-        assert far(found[at], torch.stack([e[at] for e in expected])) < 1e-5
+    actual = vmap(grad(loss, argnums=(0, 1)), dims)(x, w)
+    for place in (0, 1):
+        assert far(actual[place], torch.stack([e[place] for e in expected])) < 1e-5
 
 
 def test_clients_mapped_over_another_axis():
     layer = Layer(3, padding=1)
     x, w = normal(SAMPLES, CLIENTS, 3, 5, 5), normal(CLIENTS, 4, 3, 3, 3, seed=1)
-    found = vmap(lambda x, w: operators.conv(x, w, None, layer), in_dims=(1, 0))(x, w)
+    actual = vmap(lambda x, w: operators.conv(x, w, None, layer), in_dims=(1, 0))(x, w)
     expected = torch.stack([plain(x[:, c].double(), w[c].double(), None, layer) for c in range(CLIENTS)])
-    assert far(found, expected) < 1e-5
+    assert far(actual, expected) < 1e-5
 
 
 @pytest.mark.parametrize("several", ["weights", "images"])
@@ -173,33 +175,33 @@ def test_several_rows_of_each_client(several, capfd):
     def losses(w, x, y, conv, loss):
         return vmap(lambda w, x: loss(conv(x, w, None, layer).mean((2, 3)), y), dims)(w, x)
 
-    found = vmap(lambda *args: losses(*args, operators.conv, operators.cross_entropy))(w, x, y)
+    actual = vmap(lambda *args: losses(*args, operators.conv, operators.cross_entropy))(w, x, y)
     entropy = lambda z, y: F.cross_entropy(z, y, reduction="none")
     expected = [losses(w[c].double(), x[c].double(), y[c], plain, entropy) for c in range(CLIENTS)]
-    assert far(found, torch.stack(expected)) < 1e-5
+    assert far(actual, torch.stack(expected)) < 1e-5
     assert "performance drop" not in capfd.readouterr().err
 
 
 def test_layers_after_each_other():
     """A layer's output, padded inside to four channels, is the next one's input, and so are the gradients."""
-    one, two = Layer(3, relu=True, pool=MAX), Layer(3, padding=1, relu=True)
+    inner, outer = Layer(3, relu=True, pool=MAX), Layer(3, padding=1, relu=True)
     x, w, v = normal(CLIENTS, SAMPLES, 3, 10, 10), normal(CLIENTS, 5, 3, 3, 3, seed=1), normal(CLIENTS, 6, 5, 3, 3)
 
     def loss(w, v, x, conv):
-        return conv(conv(x, w, None, one), v, None, two).square().mean()
+        return conv(conv(x, w, None, inner), v, None, outer).square().mean()
 
-    found = vmap(grad(lambda w, v, x: loss(w, v, x, operators.conv), argnums=(0, 1)))(w, v, x)
+    actual = vmap(grad(lambda w, v, x: loss(w, v, x, operators.conv), argnums=(0, 1)))(w, v, x)
     exact = grad(lambda w, v, x: loss(w, v, x, plain), argnums=(0, 1))
     each = [exact(w[c].double(), v[c].double(), x[c].double()) for c in range(CLIENTS)]
-    for at in (0, 1):
-        assert far(found[at], torch.stack([e[at] for e in each])) < 1e-5
+    for place in (0, 1):
+        assert far(actual[place], torch.stack([e[place] for e in each])) < 1e-5
 
 
 @pytest.mark.parametrize(("groups", "channels", "size"), [(2, 8, (3, 5)), (4, 4, (4, 4)), (1, 16, (1, 1))])
 def test_group_norm(groups, channels, size):
     x, g = normal(CLIENTS, SAMPLES, channels, *size), normal(CLIENTS, SAMPLES, channels, *size, seed=1)
     w, b = normal(CLIENTS, channels, seed=2), normal(CLIENTS, channels, seed=3)
-    assert kernels.can_normalise(groups, channels, *size)
+    assert can_normalise(groups, channels, *size)
 
     def loss(x, w, b, g, norm):
         y = norm(x, w, b)
@@ -207,17 +209,17 @@ def test_group_norm(groups, channels, size):
 
     ours = lambda x, w, b: operators.group_norm(x, w, b, groups, 1e-5)
     theirs = lambda x, w, b: F.group_norm(x, groups, w, b, 1e-5)
-    found = vmap(grad(lambda *t: loss(*t, ours), argnums=(0, 1, 2), has_aux=True))(x, w, b, g)
+    actual = vmap(grad(lambda *t: loss(*t, ours), argnums=(0, 1, 2), has_aux=True))(x, w, b, g)
     exact = grad(lambda *t: loss(*t, theirs), argnums=(0, 1, 2), has_aux=True)
     each = [exact(*(t[c].double() for t in (x, w, b, g))) for c in range(CLIENTS)]
-    assert far(found[1], torch.stack([e[1] for e in each])) < 1e-5
-    for at in range(3):
-        assert far(found[0][at], torch.stack([e[0][at] for e in each])) < 1e-5
+    assert far(actual[1], torch.stack([e[1] for e in each])) < 1e-5
+    for place in range(3):
+        assert far(actual[0][place], torch.stack([e[0][place] for e in each])) < 1e-5
 
 
 @pytest.mark.parametrize(("groups", "channels", "size"), [(3, 6, (2, 2)), (2, 2, (2, 2)), (2, 64, (32, 32))])
 def test_group_norm_that_the_kernel_leaves_to_pytorch(groups, channels, size):
-    assert not kernels.can_normalise(groups, channels, *size)
+    assert not can_normalise(groups, channels, *size)
 
 
 @pytest.mark.parametrize("classes", [2, 10])
@@ -228,40 +230,40 @@ def test_cross_entropy(classes):
     each = vmap(operators.cross_entropy)(logits, y)
     exact = torch.stack([F.cross_entropy(logits[c].double(), y[c], reduction="none") for c in range(CLIENTS)])
     assert far(each, exact) < 1e-5
-    found = vmap(grad(lambda z, y, w: (operators.cross_entropy(z, y) * w).sum()))(logits, y, weight)
+    actual = vmap(grad(lambda z, y, w: (operators.cross_entropy(z, y) * w).sum()))(logits, y, weight)
     theirs = grad(lambda z, y, w: (F.cross_entropy(z, y, reduction="none") * w).sum())
     expected = [theirs(logits[c].double(), y[c], weight[c].double()) for c in range(CLIENTS)]
-    assert far(found, torch.stack(expected)) < 1e-5
+    assert far(actual, torch.stack(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("count", [1, 1500])
 def test_uniform_draws_the_same_bits(count):
     key = derive(7, torch.arange(3)).to(DEVICE)
-    found = vmap(lambda k: operators.uniform(k, 5, 2, count))(key)
+    actual = vmap(lambda k: operators.uniform(k, 5, 2, count))(key)
     expected = torch.stack([reference_uniform(derive(k, 5, 2), (count,)) for k in key])
-    assert torch.equal(found, expected)
-    assert count == 1 or 0.45 < found.mean() < 0.55
+    assert torch.equal(actual, expected)
+    assert count == 1 or 0.45 < actual.mean() < 0.55
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (40, 60)])
 def test_the_hash_is_that_of_the_plain_path(shape):
     z = torch.arange(math.prod(shape)).reshape(shape) * GOLDEN
-    assert torch.equal(kernels.mix(z.to(DEVICE)).cpu(), _mix(z))
+    assert torch.equal(hash.mix(z.to(DEVICE)).cpu(), mix(z))
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (1100,), (0,)])
 def test_one_row_for_all(shape):
     row, place = normal(*shape), torch.zeros(3, *shape, device=DEVICE)
-    kernels.fill(place, row.expand(3, *shape))
+    rows.fill(place, row.expand(3, *shape))
     assert torch.equal(place, row.expand(3, *shape))
-    kernels._repeat[(2, 3)](row, place.zero_(), row.numel(), 1024)
+    rows._repeat[(2, 3)](row, place.zero_(), row.numel(), 1024)
     assert torch.equal(place, row.expand(3, *shape))
 
 
 def test_step_keys_are_those_of_the_plain_loop():
     key = derive(-3, torch.arange(5)).to(DEVICE)
     for step in (0, 1, 70_000):
-        assert torch.equal(kernels.step_keys(key, torch.tensor([step], device=DEVICE)), step_key(key, step))
+        assert torch.equal(hash.step_keys(key, torch.tensor([step], device=DEVICE)), step_key(key, step))
 
 
 @pytest.mark.parametrize(
@@ -283,38 +285,38 @@ def test_samples_of_every_step_are_those_of_the_plain_path(size, totals, batch):
     assert (expected >= 0).any()
     for row, n in enumerate(size):  # a plain loop over epochs
         orders = [shuffle(order_key(key[row], e)[None], sizes[row : row + 1], n)[0] for e in range(len(order))]
-        mine = [part for one in orders for part in one.split(batch)][: totals[row]]
+        mine = [part for samples in orders for part in samples.split(batch)][: totals[row]]
         for step, part in enumerate(mine):
             assert expected[row, step].tolist() == part.tolist() + [-1] * (expected.shape[2] - len(part))
         assert (expected[row, totals[row] :] == -1).all()
-    order, some, total = (t.to(DEVICE) for t in (order, sizes, torch.tensor(totals)))
-    assert torch.equal(kernels.batches(order, some, total, batch, *expected.shape[1:]).cpu(), expected)
+    order, counts, total = (t.to(DEVICE) for t in (order, sizes, torch.tensor(totals)))
+    assert torch.equal(rows.batches(order, counts, total, batch, *expected.shape[1:]).cpu(), expected)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 1), (1, 4)])
 def test_tickets_are_those_of_the_plain_path(begin, end):
     key, sizes = derive(3, torch.arange(3)).to(DEVICE), torch.tensor([40, 0, 1100], device=DEVICE)
     assert torch.equal(
-        kernels.tickets(key, sizes, begin, end, 1100).cpu(), _tickets(key.cpu(), sizes.cpu(), begin, end, 1100)
+        hash.tickets(key, sizes, begin, end, 1100).cpu(), _tickets(key.cpu(), sizes.cpu(), begin, end, 1100)
     )
 
 
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 3), (4, 1100), (3, 0), (3,)])
 def test_weighted_sum(shape):
-    rows, share = normal(*shape), normal(shape[0], 2, seed=1).abs()
-    found = kernels.weighted_sum(rows, share)
-    assert found.dtype == torch.float64
-    assert found.shape == (2, *shape[1:])
-    assert torch.allclose(found, torch.tensordot(share.double().T, rows.double(), 1), rtol=1e-12, atol=1e-12)
+    stacked, share = normal(*shape), normal(shape[0], 2, seed=1).abs()
+    actual = rows.weighted_sum(share, stacked)
+    assert actual.dtype == torch.float64
+    assert actual.shape == (2, *shape[1:])
+    assert torch.allclose(actual, torch.tensordot(share.double().T, stacked.double(), 1), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(3, 10, 7), (1, 1, 1), (2, 70, 33), (4, 64, 10)])
 def test_column_sum(shape):
     x = normal(*shape)
-    assert torch.allclose(kernels.column_sum(x).double(), x.double().sum(1), rtol=1e-5, atol=1e-6)
-    assert torch.equal(kernels.column_sum(x, keep=True), kernels.column_sum(x)[:, None])
+    assert torch.allclose(rows.column_sum(x).double(), x.double().sum(1), rtol=1e-5, atol=1e-6)
+    assert torch.equal(rows.column_sum(x, keep=True), rows.column_sum(x)[:, None])
     double = normal(*shape).double()
-    assert torch.allclose(kernels.column_sum(double), double.sum(1), rtol=1e-14, atol=1e-13)
+    assert torch.allclose(rows.column_sum(double), double.sum(1), rtol=1e-14, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -322,16 +324,16 @@ def test_column_sum(shape):
     [(2, 10, 1100, 70, 0), (3, 1, 1024, 5, 8), (1, 32, 2050, 64, 3), (2, 17, 4096, 3, 0)],
 )
 def test_few_samples_and_wide_weights(clients, batch, inputs, outputs, apart):
-    x, rows = normal(clients, batch, inputs), normal(clients, inputs * outputs + apart, seed=1)
-    w = rows[:, : inputs * outputs].unflatten(1, (outputs, inputs)).mT
-    found = kernels.thin_product(x, w)
-    assert far(found, torch.bmm(x.double(), w.double())) < 1e-6
-    assert found.stride() == torch.bmm(x, w).stride()
+    x, theta = normal(clients, batch, inputs), normal(clients, inputs * outputs + apart, seed=1)
+    w = theta[:, : inputs * outputs].unflatten(1, (outputs, inputs)).mT
+    actual = rows.thin_product(x, w)
+    assert far(actual, torch.bmm(x.double(), w.double())) < 1e-6
+    assert actual.stride() == torch.bmm(x, w).stride()
 
 
 def test_weighted_sum_keeps_what_float32_would_lose():
-    rows = torch.tensor([[1e8], [1.0], [-1e8]], device=DEVICE)
-    assert kernels.weighted_sum(rows, torch.ones(3, 1, device=DEVICE)).item() == 1.0
+    stacked = torch.tensor([[1e8], [1.0], [-1e8]], device=DEVICE)
+    assert rows.weighted_sum(torch.ones(3, 1, device=DEVICE), stacked).item() == 1.0
 
 
 def squared(conv):
@@ -366,4 +368,4 @@ def test_the_first_candidate_where_nothing_can_be_timed():
 @pytest.mark.skipif(DEVICE == "cuda", reason="interpreted kernels are checked, compiled ones are not")
 def test_a_kernel_that_looks_outside_its_arguments_is_noticed():
     with pytest.raises(Exception, match="outside its arguments"):  # Triton wraps it in an error of its own
-        kernels._repeat[(1, 1)](normal(5), torch.zeros(1, 5), 6, 8)
+        rows._repeat[(1, 1)](normal(5), torch.zeros(1, 5), 6, 8)

@@ -11,8 +11,8 @@ from torch.func import vmap
 pytest.importorskip("triton", reason="the fast engine needs Triton")
 
 from perfed.accel import operators
-from perfed.accel.convolution import Layer
-from perfed.accel.schedule import trace
+from perfed.accel.kernels.conv import Layer
+from perfed.accel.schedule import Program
 from perfed.accel.trace import Rows, record
 from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
@@ -48,10 +48,10 @@ def test_pictures_in_any_layout(last):
     clients = picture_clients(last)
     make = lambda: FedAvg(Model(small_cnn), epochs=1, batch_size=4, lr=0.05)
     expected = checks.play(Sequential(Job(make(), clients)), [(0, 1)])
-    found = checks.play(Vectorised(Job(make(), clients), fast=True), [(0, 1)])
+    actual = checks.play(Vectorised(Job(make(), clients), fast=True), [(0, 1)])
     moved = (expected.server - make().init_server(2)).norm()
-    assert (found.server - expected.server).norm() < 1e-4 * moved
-    assert checks.difference(found.scores, expected.scores) < 1e-4
+    assert (actual.server - expected.server).norm() < 1e-4 * moved
+    assert checks.difference(actual.scores, expected.scores) < 1e-4
 
 
 def test_what_is_not_a_number_stays_so():
@@ -62,8 +62,8 @@ def test_what_is_not_a_number_stays_so():
         lambda x: (torch.where(x > 0, x, -torch.inf) + 0 * x,),
         lambda x: (torch.rsub(x, 1.0, alpha=2.0) + x,),
     ):
-        assert torch.equal(trace(f, nan)(nan)[0], f(nan)[0]) or torch.allclose(
-            trace(f, nan)(nan)[0], f(nan)[0], equal_nan=True
+        assert torch.equal(Program(record(f, nan))(nan)[0], f(nan)[0]) or torch.allclose(
+            Program(record(f, nan))(nan)[0], f(nan)[0], equal_nan=True
         )
 
 
@@ -108,8 +108,8 @@ class SeveralMeans(FedAvg):
 
     def local(self, client, down, data):
         three = data.mean(self.losses, [down.shared, 2 * down.shared, 3 * down.shared])
-        one = data.mean(self.losses, [down.shared])
-        return client, Up(mean=(three, one))
+        single = data.mean(self.losses, [down.shared])
+        return client, Up(mean=(three, single))
 
     def aggregate(self, server, cohort):
         assert cohort.mean[0].shape == (3,)
@@ -171,7 +171,7 @@ def test_a_network_whose_size_needs_no_padding():
 def test_an_empty_piece():
     theta, g = torch.randn(3, 8), torch.randn(3, 8)
     function = lambda theta, g: (theta - 0.1 * torch.cat([g[:, :5], g[:, 5:], torch.zeros(0)], 1),)
-    assert torch.allclose(trace(function, theta, g)(theta, g)[0], function(theta, g)[0])
+    assert torch.allclose(Program(record(function, theta, g))(theta, g)[0], function(theta, g)[0])
 
 
 def test_runs_with_models_of_their_own():
@@ -183,7 +183,7 @@ def test_runs_with_models_of_their_own():
 def test_arithmetic_on_constants_alone():
     x = torch.randn(2, 3)
     function = lambda x: (torch.zeros_like(x) + torch.ones_like(x),)
-    assert torch.equal(trace(function, x)(x)[0], function(x)[0])
+    assert torch.equal(Program(record(function, x))(x)[0], function(x)[0])
 
 
 def test_labels_in_another_layout():
@@ -195,16 +195,16 @@ def test_labels_in_another_layout():
 def test_some_channels_of_a_layer():
     x, w, v = torch.randn(2, 2, 3, 8, 8), torch.randn(2, 4, 3, 3, 3), torch.randn(2, 4, 3, 3, 3)
     conv = lambda x, w: operators.conv(x, w, None, Layer(3))
-    found = vmap(lambda x, w, v: conv(conv(x, w)[:, 1:], v))(x, w, v)
+    actual = vmap(lambda x, w, v: conv(conv(x, w)[:, 1:], v))(x, w, v)
     expected = torch.stack([F.conv2d(F.conv2d(x[c], w[c])[:, 1:], v[c]) for c in range(2)])
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(actual, expected, atol=1e-4)
 
 
 def test_a_result_beyond_the_arguments_that_is_one():
     x = torch.randn(3, 5)
     place = x.clone()
-    found = trace(lambda x: (x + 1, x), x)(place, into=[place])
-    assert torch.equal(found[1], x)
+    actual = Program(record(lambda x: (x + 1, x), x))(place, into=[place])
+    assert torch.equal(actual[1], x)
 
 
 def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():

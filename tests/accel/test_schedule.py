@@ -13,8 +13,8 @@ from torch.func import functional_call, grad, vmap
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
 from perfed.accel import schedule
 from perfed.accel.codegen import WORDS, Cluster
-from perfed.accel.kernels import column_sum, thin_product
-from perfed.accel.schedule import Program, trace
+from perfed.accel.kernels.rows import column_sum, thin_product
+from perfed.accel.schedule import Program
 from perfed.accel.trace import Kind, Rows, record
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -33,35 +33,35 @@ def clusters(program):
     return [item for item in program.items if isinstance(item, Cluster)]
 
 
-def same(found, expected):
+def same(actual, expected):
     """Equal in kind and shape, and in numbers up to rounding."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        if one.is_floating_point():
-            close = TOLERANCE[one.dtype]
-            assert torch.allclose(one, other, rtol=close, atol=close, equal_nan=True)
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert mine.dtype == other.dtype
+        assert mine.shape == other.shape
+        if mine.is_floating_point():
+            close = TOLERANCE[mine.dtype]
+            assert torch.allclose(mine, other, rtol=close, atol=close, equal_nan=True)
         else:
-            assert torch.equal(one, other)
+            assert torch.equal(mine, other)
 
 
 def check(function, *args):
     """Trace, run and compare; arguments stay as they were. Returns the program."""
-    program, before = trace(function, *args), [a.clone() for a in args]
-    found = program(*args)
+    program, before = Program(record(function, *args)), [a.clone() for a in args]
+    actual = program(*args)
     assert all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(args, before, strict=True))
-    same(found, function(*args))
+    same(actual, function(*args))
     return program
 
 
 def check_into(function, *args):
     """The same with the first results written over the arguments."""
-    program, expected = trace(function, *args), [t.clone() for t in function(*args)]
+    program, expected = Program(record(function, *args)), [t.clone() for t in function(*args)]
     place = [a.clone() for a in args]
-    found = program(*place, into=place[: len(expected)])
-    assert all(f is p for f, p in zip(found, place, strict=False))
-    same(found, expected)
+    actual = program(*place, into=place[: len(expected)])
+    assert all(f is p for f, p in zip(actual, place, strict=False))
+    same(actual, expected)
     return program
 
 
@@ -77,17 +77,18 @@ def test_a_proximal_step_is_one_kernel(kind):
 
 def arguments(operation, kind):
     """Some arguments for an operation, read off its declaration."""
-    found = []
-    for at, argument in enumerate(a for a in operation._schema.arguments if not a.kwarg_only):
+    values = []
+    for place, argument in enumerate(a for a in operation._schema.arguments if not a.kwarg_only):
         if str(argument.type) != "Tensor":
             if argument.default_value is None and not argument.has_default_value():
-                found.append(0.3)
+                values.append(0.3)
         elif argument.name == "condition":
-            found.append(normal(2, 9, seed=at) > 0)
+            values.append(normal(2, 9, seed=place) > 0)
         else:
-            found.append(normal(2, 9, seed=at, kind=kind))
-            found[-1][0, at : at + 5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 0.3])  # must stay visible
-    return found
+            values.append(normal(2, 9, seed=place, kind=kind))
+            # What is not a plain number must stay visible.
+            values[-1][0, place : place + 5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, 0.3])
+    return values
 
 
 @each_kind
@@ -120,7 +121,7 @@ def test_comparisons_with_constants_are_in_double_precision():
     x = torch.tensor([[0.3000000001, 0.3, 0.2999999999]], dtype=torch.float64, device=DEVICE)
     function = lambda x: (x >= 0.3, x > 0.3, x <= 0.3, x < 0.3, torch.where(x > 0.3, x, -x), F.threshold(x, 0.3, 0.0))
     check(function, x)
-    program = trace(function, x)
+    program = Program(record(function, x))
     assert program(x)[0].tolist() == [[True, True, False]]
     assert program(x)[1].tolist() == [[True, False, False]]
 
@@ -155,8 +156,8 @@ def test_mixed_kinds_are_left_alone():
 
 @each_kind
 def test_broadcast_arguments(kind):
-    x, row, column, one = (normal(*s, kind=kind) for s in ((4, 3, 5), (5,), (4, 1, 1), ()))
-    program = check(lambda x, row, column, one: ((x - row) * column + x * one,), x, row, column, one)
+    x, row, column, number = (normal(*s, kind=kind) for s in ((4, 3, 5), (5,), (4, 1, 1), ()))
+    program = check(lambda x, row, column, number: ((x - row) * column + x * number,), x, row, column, number)
     assert len(clusters(program)) == 1
 
 
@@ -208,7 +209,7 @@ def test_sums_that_lie_otherwise_are_left_alone():
 def test_row_sums_in_float64_keep_what_float32_would_lose():
     x = torch.zeros(2, LONG, device=DEVICE)
     x[:, 0], x[:, 1], x[:, 2] = 1e8, 1.0, -1e8
-    program = trace(lambda x: ((x * 1.0).sum(1, dtype=torch.float64),), x)
+    program = Program(record(lambda x: ((x * 1.0).sum(1, dtype=torch.float64),), x))
     assert clusters(program)[0].sums
     assert program(x)[0].tolist() == [1.0, 1.0]
 
@@ -224,7 +225,7 @@ PIECES = [(4, 600), (4, 3), (4, 5), (4, 392)]
 @each_kind
 def test_a_gradient_is_read_from_its_pieces(kind):
     theta = normal(4, 1000, kind=kind)
-    pieces = [normal(*shape, seed=1 + at, kind=kind) for at, shape in enumerate(PIECES)]
+    pieces = [normal(*shape, seed=1 + place, kind=kind) for place, shape in enumerate(PIECES)]
     program = check(lambda theta, *pieces: (theta - 0.1 * torch.cat(pieces, 1),), theta, *pieces)
     assert [c.joined is not None for c in clusters(program)] == [True]
     assert len(program.items) == 1
@@ -238,8 +239,8 @@ def test_what_a_mask_shuts_out_is_not_computed():
     parts = lambda x, w: (torch.bmm(x.mT, x[:, :, :5]).flatten(1).sin(), w[:, :6].cos())
 
     def masked(x, w):
-        one, other = torch.cat(parts(x, w), 1), torch.cat(parts(x, w), -1)
-        return torch.where(head, one, 0.0) + 1, torch.where(head, other, x[0, 0, 0])
+        left, right = torch.cat(parts(x, w), 1), torch.cat(parts(x, w), -1)
+        return torch.where(head, left, 0.0) + 1, torch.where(head, right, x[0, 0, 0])
 
     program = check(masked, x, w)
     assert not any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
@@ -249,12 +250,12 @@ def test_what_a_mask_shuts_out_is_not_computed():
     for function in (read_elsewhere, twice, lambda x, w: (torch.where(half, torch.cat(parts(x, w), 1), 0.0),)):
         program = check(function, x, w)
         assert any(getattr(item, "target", None) is torch.ops.aten.bmm.default for item in program.items)
-    one, two = ((n, record(masked, x[:n], w[:n])) for n in (4, 3))
-    same(Program(Rows(one, two)(2))(x[:2], w[:2]), masked(x[:2], w[:2]))  # pyright: ignore[reportArgumentType]
+    first, second = ((n, record(masked, x[:n], w[:n])) for n in (4, 3))
+    same(Program(Rows(first, second)(2))(x[:2], w[:2]), masked(x[:2], w[:2]))  # pyright: ignore[reportArgumentType]
 
 
 def test_pieces_that_somebody_else_needs():
-    theta, pieces = normal(4, 1000), [normal(*shape, seed=1 + at) for at, shape in enumerate(PIECES)]
+    theta, pieces = normal(4, 1000), [normal(*shape, seed=1 + place) for place, shape in enumerate(PIECES)]
 
     def function(theta, *pieces):
         g = torch.cat(pieces, 1)
@@ -313,7 +314,7 @@ def test_products_ahead_of_the_rest(written):
         return theta - 0.1 * momentum, momentum
 
     args = (theta, momentum, x, g, y)
-    program, expected = trace(function, *args), function(*args)
+    program, expected = Program(record(function, *args)), function(*args)
     (before,) = program.ahead
     names = [getattr(item, "name", "") for item in program.items]
     assert names.index("bmm") < before <= names.index("bmm_1")  # after the last look at theta, not after the last
@@ -405,10 +406,10 @@ def test_swapped_and_shared_results(function):
 def test_results_beyond_the_arguments():
     x = normal(3, 5)
     place = x.clone()
-    program = trace(lambda x: (x + 1, x * 2), x)
-    found = program(place, into=[place])
-    assert found[0] is place
-    same(found, [x + 1, x * 2])
+    program = Program(record(lambda x: (x + 1, x * 2), x))
+    actual = program(place, into=[place])
+    assert actual[0] is place
+    same(actual, [x + 1, x * 2])
 
 
 def test_layers_that_write_in_place():
@@ -479,8 +480,8 @@ def test_any_program(moves, ends, write):
 
     def function(*args):
         values = list(args)
-        for which, one, other in moves:
-            a, b = values[one % len(values)], values[other % len(values)]
+        for which, left, right in moves:
+            a, b = values[left % len(values)], values[right % len(values)]
             which %= len(BINARY) + len(UNARY)
             values.append(BINARY[which](a, b) if which < len(BINARY) else UNARY[which - len(BINARY)](a))
         return tuple(values[-1 - end % len(values)] for end in ends[: 3 if write else None])
@@ -513,8 +514,8 @@ step = vmap(two_layers, in_dims=(0, 0, 0, None))
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("known", [(4, 3), (7, 3)], ids=str)
 def test_a_step_for_any_number_of_rows(known, rows):
-    one, two = ((n, record(step, *inputs(n))) for n in known)
-    graph = Rows(one, two)(rows)
+    first, second = ((n, record(step, *inputs(n))) for n in known)
+    graph = Rows(first, second)(rows)
     direct = record(step, *inputs(rows))
     assert [n.target for n in graph.nodes] == [n.target for n in direct.nodes]
     sizes = lambda graph: [n.meta["val"].shape for n in graph.nodes if isinstance(n.meta.get("val"), Kind)]
@@ -526,8 +527,8 @@ def test_recordings_that_differ_are_refused():
     other = vmap(lambda *args: (two_layers(*args)[0] * 2,), in_dims=(0, 0, 0, None))
     rate = vmap(lambda *args: (two_layers(*args)[0] - 0.2 * args[0],), in_dims=(0, 0, 0, None))
     again = vmap(lambda *args: (two_layers(*args)[0] - 0.3 * args[0],), in_dims=(0, 0, 0, None))
-    for one, two in ((step, other), (rate, again)):
-        rows = Rows((4, record(one, *inputs(4))), (3, record(two, *inputs(3))))
+    for first, second in ((step, other), (rate, again)):
+        rows = Rows((4, record(first, *inputs(4))), (3, record(second, *inputs(3))))
         assert not rows.alike
         assert rows(2) is None
     assert Rows((4, record(step, *inputs(4))), (3, record(step, *inputs(3)))).alike
@@ -574,7 +575,7 @@ def test_operations_with_several_results_and_constants():
 
 def test_a_tensor_given_twice_is_two_arguments():
     x = normal(3, 4)
-    program = trace(lambda a, b: (a + 2 * b,), x, x)
+    program = Program(record(lambda a, b: (a + 2 * b,), x, x))
     same(program(x, 3 * x), [7 * x])
 
 

@@ -88,7 +88,7 @@ def test_parts():
 def test_layer_of_every_entry():
     model = Model(norm_net, dtype=D)
     assert model.layers == ["0", "1", "4"]
-    counts = [int((model.layer == at).sum()) for at in range(3)]
+    counts = [int((model.layer == place).sum()) for place in range(3)]
     assert counts == [6 * 8 + 8, 16 + 16, 8 * 3 + 3]  # statistics belong to their layer
     assert int((model.layer == -1).sum()) == model.width - model.size
 
@@ -111,11 +111,11 @@ def test_both_gradient_routes_agree(build):
     thetas = torch.stack([model.init(seed) for seed in range(3)])
     batches = [batch(seed=seed) for seed in range(3)]
     stacked = Batch(*(torch.stack(t) if t[0] is not None else None for t in zip(*batches, strict=True)))
-    one = lambda theta, x, y, key: model.grad(theta, Batch(x, y, None, key))
-    many = vmap(one)(thetas, stacked.x, stacked.y, stacked.key)
+    client = lambda theta, x, y, key: model.grad(theta, Batch(x, y, None, key))
+    many = vmap(client)(thetas, stacked.x, stacked.y, stacked.key)
     for row in range(3):
-        for found, expected in zip(many, model.grad(thetas[row], batches[row]), strict=True):
-            torch.testing.assert_close(found[row], expected, rtol=1e-12, atol=1e-14)
+        for actual, expected in zip(many, model.grad(thetas[row], batches[row]), strict=True):
+            torch.testing.assert_close(actual[row], expected, rtol=1e-12, atol=1e-14)
 
 
 def test_statistics_equal_torch():
@@ -137,8 +137,8 @@ def test_samples_of_weight_zero_do_not_exist():
     filling = batch(n=3, seed=5)
     weight = torch.tensor([1.0] * 4 + [0.0] * 3, dtype=D)
     filled = Batch(torch.cat([small.x, 100 * filling.x]), torch.cat([small.y, filling.y]), weight, small.key)
-    for found, expected in zip(model.grad(model.init(0), filled), model.grad(model.init(0), small), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for actual, expected in zip(model.grad(model.init(0), filled), model.grad(model.init(0), small), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_single_sample_with_batch_norm_trains():
@@ -172,7 +172,7 @@ def test_dropout_rate_and_scale():
 def test_whole_channels_are_dropped():
     model = Model(conv_net, dtype=D)
     hidden = {}
-    model._nets["train"][3].register_forward_hook(lambda _m, _x, y: hidden.update(out=y))
+    model._net[3].register_forward_hook(lambda _m, _x, y: hidden.update(out=y))
     model.apply(model.init(0), torch.randn(8, 1, 6, 6, dtype=D), train=True, key=derive(1))
     dropped = hidden["out"].flatten(2)
     zero = (dropped == 0).all(2)
@@ -199,14 +199,14 @@ def test_tied_weights():
 
 
 def test_network_is_left_as_it_was():
-    """The plain route borrows the network's places for tensors and gives them back."""
     model = Model(norm_net, dtype=D)
-    before = copy.deepcopy({mode: net.state_dict() for mode, net in model._nets.items()})
+    before = copy.deepcopy(model._net.state_dict())
     model.grad(model.init(5), batch())
     model.loss(model.init(5), batch())
-    for mode, net in model._nets.items():
-        assert all(torch.equal(t, before[mode][name]) for name, t in net.state_dict().items())
-        assert all(p.is_leaf for p in net.parameters())
+    model.features(model.init(5), batch(), train=True)
+    assert all(torch.equal(t, before[name]) for name, t in model._net.state_dict().items())
+    assert all(p.is_leaf for p in model._net.parameters())
+    assert not model._net.get_submodule("4")._forward_pre_hooks
 
 
 def test_what_cannot_be_a_model():
@@ -247,10 +247,10 @@ def test_a_dropout_used_twice_drops_other_units():
             return torch.stack([self.drop(x), self.drop(x)]) + 0 * self.head(x).sum()
 
     model = Model(Twice, dtype=D)
-    one, two = model.apply(model.init(0), torch.ones(3, 50, dtype=D), train=True, key=derive(1))[0]
-    assert not torch.equal(one, two)
+    first, second = model.apply(model.init(0), torch.ones(3, 50, dtype=D), train=True, key=derive(1))[0]
+    assert not torch.equal(first, second)
     again = model.apply(model.init(0), torch.ones(3, 50, dtype=D), train=True, key=derive(1))[0][0]
-    assert torch.equal(one, again)
+    assert torch.equal(first, again)
 
 
 def test_frozen_parameters_stay():

@@ -95,10 +95,10 @@ def test_update(build, settings, clients):
     method = a_method(clients, build, **settings)
     theta, P = start(method.model.width), method.model.P
     parameter = torch.nn.Parameter(theta[:P].clone())
-    found, _ = descend(method, theta)
-    same(found[:P], with_torch(torch_optimiser(parameter, **settings), parameter))
+    actual, _ = descend(method, theta)
+    same(actual[:P], with_torch(torch_optimiser(parameter, **settings), parameter))
     end = method.model.size
-    assert torch.equal(found[P:end], theta[P:end])
+    assert torch.equal(actual[P:end], theta[P:end])
 
 
 @pytest.mark.parametrize("only", ["head", "body", "0.bias", "!head"])
@@ -110,9 +110,9 @@ def test_update_of_a_part(settings, only, clients):
     part = method.model.part(only)
     inside = part.mask & method.model.weights.mask
     parameter = torch.nn.Parameter(theta[inside].clone())
-    found, state = descend(method, theta, only)
-    same(found[inside], with_torch(torch_optimiser(parameter, **settings), parameter))
-    assert torch.equal(found[~inside], theta[~inside])
+    actual, state = descend(method, theta, only)
+    same(actual[inside], with_torch(torch_optimiser(parameter, **settings), parameter))
+    assert torch.equal(actual[~inside], theta[~inside])
     for tensor in (state,) if settings.get("optimizer", "sgd") == "sgd" else state[:2]:
         assert not len(tensor) or not tensor[~inside].any()  # without momentum there is no state
 

@@ -1,1 +1,1 @@
-"""The machine: kernels, recorded steps and hand-written gradients. Engines plug it in; nothing else knows of it."""
+"""The machine: fused layers, kernels and recorded steps. Engines plug it in, through `fast_model` and `loops`."""

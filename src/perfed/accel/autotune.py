@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels: chosen by timing once for each shape, kept on disk for the next run."""
+"""Launch parameters of the kernels: chosen by timing once for each shape, and kept on disk for the next run."""
 
 # Kernels are called through brackets with plain numbers, and arguments of a traced node can be anything.
 # pyright: reportIndexIssue=false, reportArgumentType=false, reportIncompatibleMethodOverride=false, reportCallIssue=false
@@ -23,13 +23,13 @@ Choice = dict[str, int]
 
 
 class Call(NamedTuple):
-    """One launch of a kernel."""
+    """Hold one launch of a kernel."""
 
     kernel: Any
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     options: dict[str, int]
-    after: Call | None = None  # what it entails
+    after: Call | None = None  # the launch that follows it
 
     def __call__(self) -> None:
         self.kernel[self.grid](*self.args, **self.options)
@@ -37,15 +37,15 @@ class Call(NamedTuple):
             self.after()
 
     def compile(self) -> None:
-        """Make its kernel ready without running it."""
+        """Compile the kernel without running it."""
         self.kernel.warmup(*self.args, grid=self.grid, **self.options)
 
     def each(self) -> list[Call]:
-        """It and what it entails."""
+        """Return this launch and those that follow it."""
         return [self] if self.after is None else [self, *self.after.each()]
 
     def form(self) -> tuple[Any, ...]:
-        """Calls of the same form are compiled to the same code."""
+        """Return what the compiled code depends on: calls of one form share it."""
         free = set(self.kernel.do_not_specialize)
         named = zip(self.kernel.arg_names, self.args, strict=False)
         kinds = [a.dtype if isinstance(a, Tensor) else a for name, a in named if name not in free]
@@ -56,7 +56,7 @@ Launch = Callable[[Choice], Call]
 
 
 class _Met(NamedTuple):
-    """A shape that has still to be timed."""
+    """Remember a shape that has still to be timed."""
 
     kind: str
     launch: Launch
@@ -67,7 +67,7 @@ def _grid(names: str, *rows: tuple[int, ...]) -> list[Choice]:
     return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
-# Few, because each but SPLIT is compiled once (about half a second): those that won in a wide search on one H200.
+# The winners of a wide search on one H200. They are few, because each but SPLIT is compiled, in about half a second.
 CANDIDATES: dict[str, list[Choice]] = {
     "forward": _grid("BM BN BK warps stages", (128, 64, 16, 2, 3), (128, 64, 32, 2, 3), (256, 64, 32, 2, 2)),
     "weights": _grid(
@@ -81,12 +81,12 @@ CANDIDATES: dict[str, list[Choice]] = {
 _chosen: dict[tuple[Any, ...], Choice] = {}
 _loaded: set[Path] = set()
 _untimed: set[tuple[Any, ...]] = set()  # chosen because memory was short: not for the next run
-_later: dict[Any, _Met] | None = None  # inside `together`: shapes by their keys
+_later: dict[Any, _Met] | None = None  # inside `shapes_only`: the shapes that have been met, by their keys
 seconds = 0.0  # spent on tuning in this process
 
 
 def _key(kind: str, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (kind, *(s for at, s in enumerate(shape) if at != 0))  # not by the number of clients: they come and go
+    return (kind, *shape[1:])  # whatever the number of clients: they come and go
 
 
 def _store(device: torch.device) -> Path:
@@ -123,55 +123,56 @@ def _save(device: torch.device) -> None:
 
 
 def undecided(kind: str, shape: tuple[Any, ...], device: torch.device) -> bool:
-    """Whether launches of this shape have still to be timed."""
+    """Return True if launches of this shape have still to be timed."""
     _load(device)
     return device.type == "cuda" and _key(kind, shape) not in _chosen and not torch.cuda.is_current_stream_capturing()
 
 
 def choice(kind: str, shape: tuple[Any, ...], device: torch.device) -> Choice:  # noqa: ARG001
-    """What was chosen; the first candidate where nothing was timed."""
+    """Return what was chosen; the first candidate where nothing was timed."""
     return _chosen.get(_key(kind, shape), CANDIDATES[kind][0])
 
 
 @contextlib.contextmanager
-def together() -> Iterator[dict[Any, _Met]]:
-    """Shapes that are met in here are timed at its end, all of them: then the compiler has work for every core.
+def shapes_only() -> Iterator[dict[Any, _Met]]:
+    """Launch nothing that has still to be timed: such kernels give zeros, and results are good for their shapes alone.
 
-    Meanwhile their kernels do not run, and give zeros: what is computed in here is of no use but for its shapes.
+    Yields the shapes that have been met.
     """
     global _later
-    assert _later is None, "nobody else may take zeros for results"
-    _later = {}
+    before, _later = _later, {}
     try:
         yield _later
-        met = _later
     finally:
-        _later = None
-    if met:
-        decide(met)
+        _later = before
 
 
 def fits(run: Callable[[], Any]) -> bool:
-    """Run it; whether the memory was enough. What it held is given back only once its error is gone, so by then."""
+    """Run a function, and return True if the memory was enough; if not, what it used has been given back."""
     try:
         run()
     except torch.OutOfMemoryError:
         pass
     else:
         return True
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # only here: until its error is gone, what the function used is in use
     return False
 
 
 def prepared(run: Callable[[], Any]) -> Any:
-    """What `run` returns; all its shapes are timed first, or where they do not fit into memory at once, as it goes."""
+    """Run a function whose shapes are all timed first; where they do not fit into memory at once, as it goes.
+
+    They are timed together, because then the compiler has work for every core.
+    """
+    assert _later is None, "nobody else may take zeros for results"
     out: list[Any] = []
 
     def whole() -> None:
-        with together() as met:
+        with shapes_only() as met:
             out.append(run())
-        if met:  # of no use
+        if met:  # then kernels have not run
             out.clear()
+            decide(met)
 
     return out[0] if fits(whole) and out else run()
 
@@ -180,29 +181,37 @@ def decide(met: dict[Any, _Met]) -> None:
     """Time every candidate of these shapes and keep the fastest of each."""
     global seconds
     began = time.monotonic()
-    if not fits(lambda: _decide(met)):  # what each of them needs is held at the same time
-        for key, one in met.items():
-            if not fits(lambda some={key: one}: _decide(some)):
-                _chosen[key] = CANDIDATES[one.kind][0]
+    if not fits(lambda: _decide(met)):  # all of them need their memory at the same time
+        for key, shape in met.items():
+            if not fits(lambda single={key: shape}: _decide(single)):
+                _chosen[key] = CANDIDATES[shape.kind][0]
                 _untimed.add(key)
     seconds += time.monotonic() - began
 
 
 def _decide(met: dict[Any, _Met]) -> None:
     device = next(iter(met.values())).device
-    calls = {key: [one.launch(c) for c in CANDIDATES[one.kind]] for key, one in met.items()}
-    forms = {call.form(): call for some in calls.values() for whole in some for call in whole.each()}
+    calls = {key: [shape.launch(c) for c in CANDIDATES[shape.kind]] for key, shape in met.items()}
+    forms = {call.form(): call for candidates in calls.values() for first in candidates for call in first.each()}
     enter = lambda: torch.cuda.set_device(device)  # a thread begins with the first one
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=enter) as pool:  # the compiler is not Python
         list(pool.map(Call.compile, forms.values()))
-    for key, one in met.items():
-        times = [(_time(call, device), at) for at, call in enumerate(calls[key])]
-        _chosen[key] = CANDIDATES[one.kind][min(times)[1]]
+    for key, shape in met.items():
+        times = [(_time(call, device), place) for place, call in enumerate(calls[key])]
+        _chosen[key] = CANDIDATES[shape.kind][min(times)[1]]
     _save(device)
 
 
 def run(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device, into: Sequence[Tensor]) -> None:
-    """Launch with the best parameters known, finding them first where there are none; `into` is what it writes."""
+    """Launch a kernel with the best parameters, finding them first where none are known.
+
+    Args:
+        kind: which of the `CANDIDATES`.
+        shape: what the best parameters depend on; its first number, the clients, is not looked at.
+        launch: makes the launch from parameters.
+        device: where it runs.
+        into: the tensors that it writes.
+    """
     if undecided(kind, shape, device):
         key, met = _key(kind, shape), _Met(kind, launch, device)
         if _later is not None:
@@ -215,7 +224,7 @@ def run(kind: str, shape: tuple[Any, ...], launch: Launch, device: torch.device,
 
 
 def _time(call: Callable[[], None], device: torch.device, repeats: int = 10) -> float:
-    """Milliseconds of so many launches, from a recorded graph: a small kernel is done before its launch is."""
+    """Return milliseconds of some launches, from a recorded graph: a small kernel is done before its launch is."""
     from triton.runtime.errors import OutOfResources
 
     try:

@@ -1,8 +1,8 @@
-"""Kernels generated from the arithmetic of a step: a cluster of element-wise operations is one Triton kernel.
+"""Generation of Triton kernels from the arithmetic of a step, one for each cluster of element-wise operations.
 
 The text of a kernel is made of the cluster's operations and of how its tensors lie, and compiled once for each text.
-Where an input is a concatenation, rows are worked on in segments, piece by piece; a piece that is a matrix product is
-worked out tile by tile where it is needed.
+Where an input is a concatenation, a row is worked on in segments, one for each piece; a piece that is a matrix product
+is computed tile by tile where it is needed.
 """
 
 # Arguments of a traced node can be anything.
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, fx
 
+from perfed.accel.kernels import precision
 from perfed.accel.trace import Kind, kind_of, shape_of
 
 aten = torch.ops.aten
@@ -51,7 +52,7 @@ _TILE = (32, 128)  # of a matrix product
 
 @dataclass(eq=False)
 class Cluster:
-    """Element-wise operations on one shape, done in one kernel."""
+    """Hold element-wise operations on one shape that become one kernel."""
 
     nodes: list[fx.Node]
     shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class Cluster:
 
     @property
     def pieces(self) -> list[fx.Node]:
-        """What is joined; an empty piece may have another number of dimensions, and is none."""
+        """Return the pieces that are joined, without empty ones, which may have another number of dimensions."""
         return [] if self.joined is None else [p for p in self.joined.args[0] if len(shape_of(p)) == 2]
 
 
@@ -74,7 +75,7 @@ def _literal(number: Any) -> str:
 
 
 def constant(node: Any) -> str | None:
-    """The text of a node that is a plain number."""
+    """Return the text of a node that is a plain number; None where it is none."""
     if isinstance(node, int | float):
         return _literal(node)
     if isinstance(node, fx.Node) and "number" in node.meta:
@@ -87,30 +88,37 @@ def constant(node: Any) -> str | None:
 
 
 def launch(cluster: Cluster, env: dict[Any, Any], place: dict[fx.Node, Tensor], part: str = "all") -> None:
-    """Run a cluster, or only its products or the rest: outputs go to `place` where it names one, else to new memory."""
+    """Run a cluster.
+
+    Args:
+        cluster: what to run.
+        env: the values of nodes; outputs and sums are added.
+        place: memory for outputs; others get new memory.
+        part: 'all', only the 'products', or the 'rest'.
+    """
     factors = [n for product in cluster.products.values() for n in product.all_input_nodes]
     pieces = [p for p in cluster.pieces if p not in cluster.products]
-    some = env[[*cluster.inputs, *factors, *pieces][0]]
+    device = env[[*cluster.inputs, *factors, *pieces][0]].device
     width = cluster.shape
-    out = {n: place[n] if n in place else _room(kind_of(n), some.device) for n in cluster.outputs}
+    out = {n: place[n] if n in place else _room(kind_of(n), device) for n in cluster.outputs}
     into = {n: t.view(torch.int8) if t.dtype == torch.bool else t for n, t in out.items()}
     given = {n: env[n].view(torch.int8) if env[n].dtype == torch.bool else env[n] for n in cluster.inputs}
     given = {n: t.expand(width) for n, t in given.items()}
     if cluster.joined is None and not cluster.sums:
         _run_flat(cluster, given, into)
     else:
-        _run_rows(cluster, given, into, env, some.device, part)
+        _run_rows(cluster, given, into, env, device, part)
     if part != "products":
         env.update(out)
 
 
 def _room(like: Kind, device: torch.device) -> Tensor:
-    """Memory that lies as it did when the step was traced: what follows may look at it through a view."""
+    """Return memory that lies as it did when the step was traced: what follows may look at it through a view."""
     return torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
 
 
 class _Segment(NamedTuple):
-    """Columns of a row that one launch works on."""
+    """Hold the columns of a row that one launch works on."""
 
     begin: int
     end: int
@@ -126,7 +134,7 @@ class _Segment(NamedTuple):
 
 
 def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], device: torch.device, part: str) -> None:
-    """Rows one by one, in segments where an input is a concatenation."""
+    """Run row by row, in segments where an input is a concatenation."""
     rows, length = cluster.shape
     segments = [_Segment(0, length)] if cluster.joined is None else _segments(cluster, env, part)
     blocks = sum(s.blocks for s in segments)
@@ -139,8 +147,8 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], de
         targets = {n: t[:, begin:end] for n, t in into.items()}
         places, numbers = [], []
         for t in [*tensors.values(), *targets.values()]:
-            how, stride = _row_place(t)
-            places.append(how)
+            text, stride = _row_place(t)
+            places.append(text)
             numbers.append(stride)
         kernel = _kernel(
             cluster, tuple(tensors), tuple(targets), tuple(places), "rows" if product is None else "product"
@@ -152,8 +160,7 @@ def _run_rows(cluster: Cluster, given: dict, into: dict, env: dict[Any, Any], de
         else:
             a, b = product
             sizes = (a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride())
-            exact = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-            kernel[(count, rows)](*pointers, *numbers, blocks, first, a, b, *sizes, *_TILE, 16, exact)
+            kernel[(count, rows)](*pointers, *numbers, blocks, first, a, b, *sizes, *_TILE, 16, precision())
         first += count
     for n, parts in sums.items():
         total = parts.sum(1)
@@ -165,15 +172,15 @@ def _sum_kind(node: fx.Node) -> torch.dtype:
 
 
 def is_large(piece: fx.Node, cluster: Cluster) -> bool:
-    """Whether a product is worth working out in the kernel: then it also stands alone."""
+    """Return True if a product is worth computing in the kernel, in a segment of its own."""
     return shape_of(piece)[1] * 8 > cluster.shape[1]
 
 
 def _segments(cluster: Cluster, env: dict[Any, Any], part: str) -> list[_Segment]:
-    """Large pieces stand alone, neighbours that are small are joined after all."""
+    """Cut a row into segments: each large piece alone, and small neighbours joined after all."""
     out: list[_Segment] = []
     waiting: list[Tensor] = []
-    at = 0
+    begin = 0
 
     def flush(end: int) -> None:
         if waiting:
@@ -184,28 +191,28 @@ def _segments(cluster: Cluster, env: dict[Any, Any], part: str) -> list[_Segment
     for node in cluster.pieces:
         size = shape_of(node)[1]
         if size * 32 > cluster.shape[1]:  # enough for a launch of its own
-            flush(at)
+            flush(begin)
             if node in cluster.products and part != "rest":
                 a, b = (env[n] for n in cluster.products[node].args)
-                out.append(_Segment(at, at + size, product=(a, b)))
+                out.append(_Segment(begin, begin + size, product=(a, b)))
             elif node not in cluster.products and part != "products":
-                out.append(_Segment(at, at + size, env[node]))
+                out.append(_Segment(begin, begin + size, env[node]))
         elif part != "products":
             waiting.append(env[node])
-        at += size
-    flush(at)
+        begin += size
+    flush(begin)
     return out
 
 
 def _row_place(t: Tensor) -> tuple[str, int]:
-    """How a kernel finds (row, column) of a tensor, and the number it needs for it."""
+    """Return the text by which a kernel finds (row, column) of a tensor, and the number in that text."""
     row, column = t.stride()
     if t.shape[1] == 1:
         column = 1  # there is one column only, wherever the next would be
     if column == 0:
         return ("0", 0) if row == 0 else ("row * {s}", row)
     if column == 1:
-        # Said as a multiple of four, so that the compiler knows that 16 bytes may be read at once.
+        # Written as a multiple of four, so that the compiler knows that 16 bytes may be read at once.
         return ("row * (4 * {s}) + col", row // 4) if row % 4 == 0 else ("row * {s} + col", row)
     raise ValueError("the numbers of a row must lie side by side")
 
@@ -215,7 +222,7 @@ def _side_by_side(t: Tensor) -> Tensor:
 
 
 def _run_flat(cluster: Cluster, given: dict, into: dict) -> None:
-    """Any shape: dimensions that lie alike in all tensors are merged first."""
+    """Run over any shape, after merging dimensions that lie alike in all tensors."""
     tensors = [*given.values(), *into.values()]
     sizes, strides = _merge(cluster.shape, [t.stride() for t in tensors])
     places = []
@@ -235,7 +242,7 @@ def _run_flat(cluster: Cluster, given: dict, into: dict) -> None:
 
 
 def _merge(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """The fewest dimensions that describe all tensors."""
+    """Return the fewest dimensions that describe all tensors, as sizes and each tensor's strides."""
     sizes: list[int] = []
     kept: list[list[int]] = [[] for _ in strides]
     for d in sorted(range(len(shape)), key=lambda d: -strides[-1][d]):  # as they lie in the last tensor, an output
@@ -281,7 +288,7 @@ ok = (i < m)[:, None] & (j < n)[None, :]"""  # fmt: skip
 
 
 def _kernel(cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, ...], kind: str, dims: int = 0) -> Any:
-    """The compiled kernel of a cluster for tensors that lie like this; `kind` is flat, rows or product."""
+    """Return the compiled kernel of a cluster for tensors that lie like this; `kind` is flat, rows or product."""
     tensors = [f"p{k}" for k in range(len(inputs))] + [f"q{k}" for k in range(len(outputs))]
     sums = [f"z{k}" for k in range(len(cluster.sums))]
     if kind == "flat":
@@ -289,10 +296,10 @@ def _kernel(cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, 
         numbers = [f"s{k}" for k in range(max(highest + 1, dims - 1))]
         places = tuple(p.replace("{", "").replace("}", "") for p in places)
         names = [*tensors, *numbers, "N", "BLOCK: tl.constexpr"]
-        lines = ["at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "ok = at < N"]
+        lines = ["place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)", "ok = place < N"]
         for d in range(dims - 1, 0, -1):
-            lines += [f"i{d} = at % s{d - 1}", f"at = at // s{d - 1}"]
-        lines += ["i0 = at"]
+            lines += [f"i{d} = place % s{d - 1}", f"place = place // s{d - 1}"]
+        lines += ["i0 = place"]
     else:
         places = tuple(p.format(s=f"s{k}") for k, p in enumerate(places))
         names = [*tensors, *sums, *(f"s{k}" for k in range(len(tensors))), "Z", "z_first"]
@@ -308,13 +315,13 @@ def _kernel(cluster: Cluster, inputs: tuple, outputs: tuple, places: tuple[str, 
     if kind == "product":
         value[cluster.joined] = "g"
     for k, node in enumerate(cluster.nodes):
-        # Named by its kind: Triton compares with numbers of single precision otherwise.
+        # Constants get their type, because Triton otherwise compares with numbers of single precision.
         tensors = [a for a in node.all_input_nodes if constant(a) is None]
         double = any(kind_of(a).dtype == torch.float64 for a in tensors)
-        say = (lambda text: f"tl.full((), {text}, tl.float64)") if double else (lambda text: text)
-        words = [value[a] if isinstance(a, fx.Node) and a in value else say(constant(a)) for a in node.args]
+        typed = (lambda text: f"tl.full((), {text}, tl.float64)") if double else (lambda text: text)
+        words = [value[a] if isinstance(a, fx.Node) and a in value else typed(constant(a)) for a in node.args]
         if "alpha" in node.kwargs:
-            words[1] = f"({say(_literal(node.kwargs['alpha']))} * {words[1]})"
+            words[1] = f"({typed(_literal(node.kwargs['alpha']))} * {words[1]})"
         lines.append(f"t{k} = {WORDS[node.target].format(*words)}")
         value[node] = f"t{k}"
     for k, node in enumerate(outputs):

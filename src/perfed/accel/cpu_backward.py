@@ -1,7 +1,7 @@
 """Gradients of straight networks without autograd: layer after layer, each with its own backward pass.
 
 For a small network on a CPU, autograd's bookkeeping costs as much as the arithmetic. Most federated networks are a
-straight line of convolutions (chains), linear layers and ReLU; for these the backward pass is a few calls, and each
+straight line of convolutions, pools, linear layers and ReLU; for these the backward pass is a few calls, and each
 layer's gradient goes where it belongs in the flat vector. Everything else takes autograd, which gives the same numbers.
 """
 
@@ -24,7 +24,7 @@ _TWO, _NONE, _ONE = [2, 2], [0, 0], [1, 1]
 
 
 class Plain(NamedTuple):
-    """A layer without parameters."""
+    """Hold the two passes of a layer without parameters."""
 
     forward: Callable[[Tensor], tuple[Tensor, Any]]  # the output, and what `backward` needs
     backward: Callable[[Tensor, Any], Tensor]
@@ -55,19 +55,19 @@ AVG = Plain(
 
 
 class Linear:
-    """A linear layer on rows; `at` is the place of its weight among the network's parameters, its bias comes next."""
+    """Run a linear layer on rows; its weight has this place among the network's parameters, its bias the next one."""
 
-    def __init__(self, at: int, layer: nn.Linear | Conv):
-        self.at, self.bias = at, layer.bias is not None
+    def __init__(self, place: int, layer: nn.Linear | Conv):
+        self.place, self.bias = place, layer.bias is not None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-        """The output, and what `backward` needs."""
+        """Return the output, and what `backward` needs."""
         return (x.mm(weight.t()) if bias is None else torch.addmm(bias, x, weight.t())), x
 
     def backward(
         self, d: Tensor, seen: Any, weight: Tensor, g_weight: Tensor, g_bias: Tensor | None, first: bool
     ) -> Tensor:
-        """Write the parameters' gradients into place; returns the input's, which the first layer has no use for."""
+        """Write the parameters' gradients, and return the input's, which the first layer has no use for."""
         torch.mm(d.t(), seen, out=g_weight)
         if g_bias is not None:
             torch.sum(d, 0, out=g_bias)
@@ -75,21 +75,21 @@ class Linear:
 
 
 class Convolution(Linear):
-    """The convolution of a chain; its ReLU and its pool are layers of their own here."""
+    """Run the convolution of a fused layer, whose ReLU and pool are layers of their own here."""
 
-    def __init__(self, at: int, layer: Conv):
-        super().__init__(at, layer)
+    def __init__(self, place: int, layer: Conv):
+        super().__init__(place, layer)
         self.stride, self.padding = list(layer.stride), list(layer.padding)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Any]:
-        """As in every layer."""
+        """Return the output, and what `backward` needs."""
         x, weight = layout(x, weight)
         return F.conv2d(x, weight, bias, self.stride, self.padding), (x, weight)
 
     def backward(
         self, d: Tensor, seen: Any, weight: Tensor, g_weight: Tensor, g_bias: Tensor | None, first: bool
     ) -> Tensor:
-        """As in every layer; `weight` was seen in the layout that pays."""
+        """Write the parameters' gradients, and return the input's; the weight is taken in the layout of `forward`."""
         x, weight = seen
         need = [not first, True, g_bias is not None]
         d, of_weight, of_bias = _ATEN.convolution_backward.default(
@@ -102,20 +102,20 @@ class Convolution(Linear):
 
 
 class Straight:
-    """A network whose layers follow one another, as a function with a gradient."""
+    """Compute loss and gradient of a network whose layers follow one another."""
 
     def __init__(self, layers: list[Plain | Linear], shapes: Iterable[Any], parameters: int, dims: int):
         self.layers, self.P, self.dims = layers, parameters, dims
-        self.first = next(at for at, layer in enumerate(layers) if isinstance(layer, Linear))  # that learns
+        self.first = next(depth for depth, layer in enumerate(layers) if isinstance(layer, Linear))  # with parameters
         self.like = tuple(torch.empty(shape, device="meta") for shape in shapes)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether the layers can take this input as it is."""
+        """Return True if the layers can take this input as it is."""
         return not self.dims or x.dim() == self.dims
 
     @torch.no_grad()
     def grad(self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(gradient of the mean cross-entropy, the loss)."""
+        """Return the gradient of the mean cross-entropy, and the loss."""
         theta = theta.contiguous()
         own = views(theta, self.like)
         seen = []
@@ -123,7 +123,7 @@ class Straight:
             if isinstance(layer, Plain):
                 x, kept = layer.forward(x)
             else:
-                x, kept = layer.forward(x, own[layer.at], own[layer.at + 1] if layer.bias else None)
+                x, kept = layer.forward(x, own[layer.place], own[layer.place + 1] if layer.bias else None)
             seen.append(kept)
         logp = x.log_softmax(1)
         if weight is None:
@@ -137,13 +137,13 @@ class Straight:
         g = torch.empty_like(theta)
         g[self.P :] = 0
         into = views(g, self.like)
-        for at in range(len(self.layers) - 1, self.first - 1, -1):
-            layer, kept = self.layers[at], seen[at]
+        for depth in range(len(self.layers) - 1, self.first - 1, -1):
+            layer, kept = self.layers[depth], seen[depth]
             if isinstance(layer, Plain):
                 d = layer.backward(d, kept)
             else:
-                bias = into[layer.at + 1] if layer.bias else None
-                d = layer.backward(d, kept, own[layer.at], into[layer.at], bias, at == self.first)
+                bias = into[layer.place + 1] if layer.bias else None
+                d = layer.backward(d, kept, own[layer.place], into[layer.place], bias, depth == self.first)
         return g, value
 
 
@@ -153,12 +153,12 @@ def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def straighten(net: nn.Module, shapes: dict[str, Any], parameters: int) -> Straight | None:
-    """The network as a straight line, or None where it is none."""
+    """Return the network as a straight line, or None where it is none."""
     graph = trace(net)
     if graph is None:
         return None
     _flatten_views(graph)
-    modules, places = dict(net.named_modules()), {name: at for at, name in enumerate(shapes)}
+    modules, places = dict(net.named_modules()), {name: place for place, name in enumerate(shapes)}
     layers: list[Plain | Linear] = []
     used: list[str] = []
     first, *nodes, last = graph.nodes
@@ -167,20 +167,20 @@ def straighten(net: nn.Module, shapes: dict[str, Any], parameters: int) -> Strai
             return None
         if node is last:
             break
-        found = _layers(node, modules, places)
-        if found is None:
+        new = _layers(node, modules, places)
+        if new is None:
             return None
-        layers += found
+        layers += new
         if node.op == "call_module":
             used += [f"{node.target}.{name}" for name, _ in modules[str(node.target)].named_parameters()]
-    # Every parameter once: what is used twice would be overwritten, what is not used would not be written.
+    # Each parameter must be used once: twice would overwrite its gradient, and unused it would have none.
     if sorted(used) != sorted(dict(net.named_parameters())) or (dims := _dims(layers)) is None:
         return None
     return Straight(layers, list(shapes.values()), parameters, dims)
 
 
 def _flatten_views(graph: fx.Graph) -> None:
-    """Write `x.view(x.size(0), -1)`, as many do, as `x.flatten(1)`."""
+    """Rewrite `x.view(x.size(0), -1)`, as many have it, to `x.flatten(1)`."""
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target in ("view", "reshape") and node.args[2:] == (-1,):
             asked = _samples(node.args[1], node.args[0])
@@ -191,7 +191,7 @@ def _flatten_views(graph: fx.Graph) -> None:
 
 
 def _samples(size: Any, x: Any) -> list[fx.Node]:
-    """The nodes that ask how many samples x has, if that is what `size` is."""
+    """Return the nodes that ask how many samples x has, if that is what `size` is."""
     if isinstance(size, fx.Node):
         if (size.target, size.args) == ("size", (x, 0)):
             return [size]
@@ -202,9 +202,9 @@ def _samples(size: Any, x: Any) -> list[fx.Node]:
 
 
 def _dims(layers: list[Plain | Linear]) -> int | None:
-    """Dimensions that the input must have, 0 for any; None where no input fits or the result is no row per sample."""
+    """Return how many dimensions the input must have, 0 for any; None if no input fits, or samples have no rows."""
     first = now = 0
-    fresh = False  # ReLU writes in place, so not before there is something new to write into
+    fresh = False  # ReLU writes in place, so a layer before it must have made something new
     for layer in layers:
         wants = 4 if isinstance(layer, Convolution) or layer in (MAX, AVG) else 2 if isinstance(layer, Linear) else 0
         if (now and wants and now != wants) or (layer is RELU and not fresh):
@@ -226,14 +226,14 @@ def _layers(node: fx.Node, modules: dict[str, nn.Module], places: dict[str, int]
     module = modules[str(node.target)]
     if hooked(module) or len(node.args) != 1 or node.kwargs:
         return None
-    at = places.get(f"{node.target}.weight", -1)
-    if getattr(module, "bias", None) is not None and places.get(f"{node.target}.bias") != at + 1:
+    place = places.get(f"{node.target}.weight", -1)
+    if getattr(module, "bias", None) is not None and places.get(f"{node.target}.bias") != place + 1:
         return None
     if type(module) is nn.Linear:
-        return [Linear(at, module)]
+        return [Linear(place, module)]
     if isinstance(module, Conv):
         relu, most, mean = [RELU] * module.relu, [MAX] * (module.pool == "max"), [AVG] * (module.pool == "avg")
-        return [Convolution(at, module), *most, *relu, *mean]
+        return [Convolution(place, module), *most, *relu, *mean]
     if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
         return [FLAT]
     return [] if type(module) is nn.Identity else None

@@ -12,14 +12,14 @@ import torch
 
 @functools.cache
 def queue(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Always the same one: libraries keep memory for every queue that they have seen."""
+    """Return the queue of this priority, always the same one: libraries keep memory for every queue that they see."""
     return torch.cuda.Stream(device, priority=priority)
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> torch.cuda.CUDAGraph:
-    """What `run` launches, in a queue of high priority: what runs beside it takes what it leaves free.
+    """Record what `run` launches, in a queue of high priority: what runs beside it takes what it leaves free.
 
-    Not `torch.cuda.graph`, which every time collects garbage and hands all free memory back: dozens of times a run.
+    This is done by hand because `torch.cuda.graph` collects garbage and hands all free memory back every time.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(device)
@@ -27,7 +27,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> 
         graph.capture_begin(pool=pool)
         try:
             run()
-        except BaseException:  # what happened is more telling than that it cannot be ended
+        except BaseException:  # this error tells more than that of ending the recording
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise

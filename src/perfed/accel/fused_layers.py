@@ -1,7 +1,7 @@
-"""Convolution, ReLU and 2x2 pooling as one layer; `Model` rewrites the networks that it runs with it.
+"""Convolution, ReLU and 2x2 pooling as one layer; `rewrite` puts it into a network that was written in any way.
 
-A chain computes what its layers did, in an order and a memory layout that cost less: on a CPU channels last, and the
-maximum of a window before its ReLU (the two commute), so that ReLU sees a quarter of the numbers.
+It computes what its layers did, in an order and a memory layout that cost less: on a CPU channels last, and the maximum
+of a window before its ReLU (the two commute), so that ReLU sees a quarter of the numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from perfed.accel.fast import covered
 from perfed.core import layers
 
 Pool = Literal["max", "avg"] | None
-MOST_CHANNELS = 128  # of a layer that the cohort's kernels take
 
 
 class Conv(nn.Module):
-    """A Conv2d, then ReLU where `relu`, then 2x2 pooling where `pool`; its parameters are the Conv2d's own."""
+    """Run a Conv2d, then ReLU where `relu`, then 2x2 pooling where `pool`; its parameters are the Conv2d's own."""
 
     def __init__(self, old: nn.Conv2d, relu: bool = False, pool: Pool = None):
         super().__init__()
@@ -35,9 +33,6 @@ class Conv(nn.Module):
         self.training = old.training
 
     def forward(self, x: Tensor) -> Tensor:
-        together = batched(self, x)
-        if together is not None:
-            return together
         x, weight = layout(x, self.weight)
         x = F.conv2d(x, weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
         if self.pool == "max":
@@ -47,27 +42,8 @@ class Conv(nn.Module):
         return F.avg_pool2d(x, 2) if self.pool == "avg" else x
 
 
-def batched(layer: Conv, x: Tensor) -> Tensor | None:
-    """What kernels for a whole cohort make of this layer under vmap; None where they do not cover it."""
-    high, wide = layer.weight.shape[-2:]
-    stride, padding = layer.stride, layer.padding
-    square = high == wide and stride[0] == stride[1] and padding[0] == padding[1]
-    if not covered(x, layer.weight) or not square or layer.groups != 1 or layer.dilation != (1, 1) or x.dim() != 4:
-        return None
-    channels = max(layer.weight.shape[:2])
-    if channels > MOST_CHANNELS or x.shape[0] * x.shape[2] * x.shape[3] * channels >= 2**31:
-        return None  # more than a program's memory, or its whole numbers, can hold
-    from perfed.accel import convolution, operators
-
-    pool = {None: convolution.NONE, "max": convolution.MAX, "avg": convolution.AVG}[layer.pool]
-    shape = convolution.Layer(high, stride[0], padding[0], layer.relu, pool, layer.flat)
-    if min(shape.pooled(x.shape[2]), shape.pooled(x.shape[3])) < 1:
-        return None  # nothing is left: PyTorch says so
-    return operators.conv(x, layer.weight, layer.bias, shape)
-
-
 def layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with channels last where that pays: a CPU's float32 kernels; nothing that is batched or compiled."""
+    """Lay both out with channels last where that pays: float32 on a CPU, and nothing that is batched or compiled."""
     pays = (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -81,7 +57,7 @@ def layout(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padding(conv: nn.Conv2d) -> tuple[int, ...]:
-    """The zeros on each side."""
+    """Return the zeros on each side."""
     if not isinstance(conv.padding, str):
         return conv.padding
     return (0, 0) if conv.padding == "valid" else tuple(k // 2 for k in conv.kernel_size)
@@ -99,7 +75,7 @@ def _known(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a call of this module does more than its class says."""
+    """Return True if a call of this module does more than its class says."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in vars(module)
 
@@ -109,7 +85,7 @@ def _torch(module: nn.Module) -> bool:
 
 
 def _ours(module: nn.Module) -> bool:
-    """Whether this is a layer of perfed's, swapped in: its code takes any layout and is not looked into."""
+    """Return True if this layer was swapped in by perfed: it takes any layout and is not looked into."""
     return type(module).__module__ in (layers.__name__, __name__)
 
 
@@ -123,16 +99,14 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Hooks belong to calls of modules: one that is looked into is no longer called.
-        return module_qualified_name == self.head or hooked(m) or _ours(m) or self._stock(m)
-
-    def _stock(self, m: nn.Module) -> bool:
-        return super().is_leaf_module(m, "")
+        whole = module_qualified_name == self.head or hooked(m) or _ours(m)
+        return whole or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace(net: nn.Module, head: str = "") -> fx.Graph | None:
-    """What the network computes, as a graph of calls; None where its code depends on values."""
+    """Return what the network computes, as a graph of calls; None where its code depends on values."""
     if hooked(net):
-        return getattr(net, "traced", None)  # where this module has rewritten it
+        return getattr(net, "traced", None)  # left there by `rewrite`
     try:
         return _Tracer(head).trace(copy.deepcopy(net))  # a copy: tracing may leave things behind
     except Exception:  # the network's own code ran with placeholders for tensors: anything can happen
@@ -140,10 +114,10 @@ def trace(net: nn.Module, head: str = "") -> fx.Graph | None:
 
 
 def rewrite(net: nn.Module, head: str = "") -> nn.Module:
-    """The network with its convolutions as chains, in place; its modules, names and hooks stay where they are.
+    """Fuse the convolutions of a network with what follows them, in place.
 
-    Calls of the module `head` stay calls of one module. What is not understood stays as it is: single layers, or the
-    whole network where its code depends on values.
+    Modules, names and hooks stay where they are, and so do calls of the module `head`. A layer that is not understood
+    stays as it is, and so does a whole network whose code depends on values.
     """
     graph = trace(net, head) if any(map(_known, net.modules())) else None
     if graph is None:
@@ -166,17 +140,17 @@ def rewrite(net: nn.Module, head: str = "") -> nn.Module:
 
 
 def _stays(node: fx.Node, net: nn.Module) -> bool:
-    """Whether this node means the same in another layout and is nothing that tracing has made up."""
-    if node.op == "get_attr":  # a tensor made in the code, not held by the network, would become a constant
-        found: Any = net
+    """Return True if this node means the same in another layout and is nothing that tracing has made up."""
+    if node.op == "get_attr":  # a tensor that is made in the code, not part of the network, would become a constant
+        owner: Any = net
         for part in str(node.target).split("."):
-            found = getattr(found, part, None)
-        return found is not None
+            owner = getattr(owner, part, None)
+        return owner is not None
     return node.op not in ("call_method", "call_function") or _name(node) not in _LAYOUT
 
 
 _LAYOUT = ("as_strided", "as_strided_", "stride", "is_contiguous", "data_ptr", "storage", "storage_offset", "set_")
-_RESHAPES = {"view": "reshape", "view_as": "reshape_as"}  # the same, and they work in any layout
+_RESHAPES = {"view": "reshape", "view_as": "reshape_as"}  # to what works in any layout
 
 
 def _name(node: fx.Node) -> str:
@@ -195,18 +169,20 @@ def _free_of_layout(graph: fx.Graph, modules: dict[str, nn.Module]) -> None:
 
 
 def usual(value: Any) -> Any:
-    """A tensor in the usual layout; anything else as it is."""
+    """Return a tensor in the usual layout; anything else as it is."""
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
 class _Chain(NamedTuple):
+    """List what follows a convolution and can be fused with it."""
+
     relu: bool = False
     pool: Pool = None
     tail: tuple[fx.Node, ...] = ()  # the nodes after the convolution that it swallows
 
 
 def _fuse(graph: fx.Graph, modules: dict[str, nn.Module]) -> dict[nn.Module, Conv]:
-    """Shorten the graph; returns the chain that replaces each convolution."""
+    """Shorten the graph, and return the layer that replaces each convolution."""
     calls: dict[nn.Module, list[fx.Node]] = {}
     inside: set[nn.Module] = set()  # of modules that are called as a whole: other code uses these too
     for node in graph.nodes:
@@ -235,7 +211,7 @@ _FLATTENS = ("flatten", "view", "reshape")
 
 
 def _flattened(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether everybody who reads this, number by number at most before, flattens it."""
+    """Return True if everybody who reads this flattens it, with nothing but element-wise layers in between."""
 
     def ends(user: fx.Node) -> bool:
         if user.op == "call_module":
@@ -275,7 +251,7 @@ _POOLS: dict[Literal["max", "avg"], tuple[Any, Any]] = {
     "max": (nn.MaxPool2d, (F.max_pool2d, torch.max_pool2d)),
     "avg": (nn.AvgPool2d, (F.avg_pool2d,)),
 }
-# What a pool may say beside its size, by place and by name, and still be the one that a chain knows.
+# Further arguments of a pool, by place and by name; with the values below it is the one that can be fused.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "max": ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     "avg": ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
@@ -297,7 +273,7 @@ def _both(value: Any, wanted: int) -> bool:
 
 
 def kind_of(node: fx.Node, modules: dict[str, nn.Module]) -> Literal["relu", "max", "avg"] | None:
-    """What a node does to its one input."""
+    """Return what a node does to its one input."""
     if node.op == "call_module":
         module = modules[str(node.target)]
         if hooked(module) or len(node.args) != 1 or node.kwargs:

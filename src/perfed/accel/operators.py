@@ -1,8 +1,8 @@
-"""What a whole cohort does in one kernel, as operators of PyTorch with rules for autograd and `vmap`.
+"""Kernels as operators of PyTorch, with rules for autograd and `vmap`.
 
 The network and the method are written for one client; `vmap(grad(...))` reaches the rules here with the whole block,
-and they call the kernels. `layers` and `chains` decide who comes here; everything else, and every machine without
-Triton, takes PyTorch's own path, which is also what the tests compare with.
+and they call the kernels. The layers in `cohort_layers` call these operators; everything else, and every machine
+without Triton, takes PyTorch's own path, which is also what the tests compare with.
 """
 
 # Rules name their arguments, where PyTorch's take any.
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.accel import kernels
-from perfed.accel.convolution import Layer, backward, forward
+from perfed.accel.kernels import hash, loss, norm
+from perfed.accel.kernels.conv import Layer, backward, forward
 
 # Operators, not plain functions, so that a traced step holds them as single nodes.
 _LIBRARY = torch.library.Library("perfed", "DEF")
@@ -51,20 +51,20 @@ def _op_conv_grad(
 
 
 _FUNCTIONS = {
-    "uniform": kernels.uniform_rows,
+    "uniform": hash.uniform_rows,
     "conv": _op_conv,
     "conv_grad": _op_conv_grad,
-    "group_norm": kernels.normalise,
-    "group_norm_grad": kernels.normalise_grad,
-    "cross_entropy": kernels.loss,
-    "cross_entropy_grad": kernels.loss_grad,
+    "group_norm": norm.normalise,
+    "group_norm_grad": norm.normalise_grad,
+    "cross_entropy": loss.loss,
+    "cross_entropy_grad": loss.loss_grad,
 }
 for _name, _function in _FUNCTIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
 
 def _rows(count: int, dims: Any, *tensors: Tensor | None) -> list[Any]:
-    """Each tensor with the clients as its first axis."""
+    """Return each tensor with the clients as its first axis."""
     return [
         t if t is None else t.movedim(d, 0) if d is not None else t.expand(count, *t.shape)
         for t, d in zip(tensors, dims, strict=False)
@@ -72,14 +72,14 @@ def _rows(count: int, dims: Any, *tensors: Tensor | None) -> list[Any]:
 
 
 def _in_one_block(name: str) -> None:
-    """A client's own vmap, over several models, asks for its rows alone: the rows of all clients are one block."""
+    """Give an operator a rule for a client's own vmap, over several models: the rows of all clients are one block."""
     operator = getattr(torch.ops.perfed, name).default
 
     def rule(info: Any, dims: Any, *args: Any) -> Any:
         rows = lambda t, d: _rows(info.batch_size, (d,), t)[0].flatten(0, 1) if isinstance(t, Tensor) else t
-        found = operator(*map(rows, args, dims))
+        out = operator(*map(rows, args, dims))
         apart = lambda t: t.unflatten(0, (info.batch_size, -1))
-        return (apart(found), 0) if isinstance(found, Tensor) else (tuple(map(apart, found)), (0,) * len(found))
+        return (apart(out), 0) if isinstance(out, Tensor) else (tuple(map(apart, out)), (0,) * len(out))
 
     torch.library.register_vmap(f"perfed::{name}", rule, lib=_LIBRARY)
 
@@ -89,7 +89,7 @@ for _name in _FUNCTIONS:
 
 
 class _ForBlocks(torch.autograd.Function):
-    """An operation of a whole block; a single client takes PyTorch's own path."""
+    """Stand for an operation of a whole block; a single client takes PyTorch's own path."""
 
     generate_vmap_rule = False
 
@@ -190,20 +190,20 @@ class _CrossEntropyGrad(_ForBlocks):
 
 
 def conv(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> Tensor:
-    """The layer for one client, inside vmap."""
+    """Run a convolution layer for one client, inside vmap."""
     return _Conv.apply(x, w, b, tuple(int(n) for n in layer))[0]
 
 
 def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """The loss of each sample, inside vmap."""
+    """Return the loss of each sample of one client, inside vmap."""
     return _CrossEntropy.apply(logits, y)
 
 
 def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:
-    """GroupNorm for one client, inside vmap."""
+    """Run GroupNorm for one client, inside vmap."""
     return _GroupNorm.apply(x, w, b, groups, eps)[0]
 
 
 def uniform(key: Tensor, first: int, second: int, count: int) -> Tensor:
-    """`random.uniform` of a derived key, for one client inside vmap."""
+    """Return `random.uniform` of a derived key for one client, inside vmap."""
     return _Uniform.apply(key, first, second, count)

@@ -1,11 +1,10 @@
-"""A batched step as a short program: arithmetic on the same numbers is one kernel.
+"""A batched step as a short program, in which arithmetic on the same numbers is one kernel.
 
 A method writes theta - lr * (g + lam * (theta - w)); run as it stands, each sign is a pass over all clients' models
-through the GPU's memory, and those passes cost more than the network. `trace` records the step's operations once,
-joins runs of element-wise operations into one generated Triton kernel each, takes row sums along, and lets
-the kernel read a gradient from its pieces instead of joining them first, or work out the largest of them, the matrix
-products, where it needs them. Where an output may overwrite the input it came from, it does. All other operations run
-as they are.
+through the GPU's memory, and those passes cost more than the network. A `Program` joins runs of element-wise operations
+into one generated Triton kernel each. Such a kernel also computes row sums of its results. It reads a gradient from its
+pieces, which then need not be joined, and computes the largest of them, the matrix products, where it needs them. Where
+an output may overwrite the input it came from, it does. All other operations run as they are.
 """
 
 # Arguments of a traced node can be anything.
@@ -24,26 +23,21 @@ from torch.fx.node import map_arg
 
 from perfed.accel.codegen import WORDS, Cluster, constant, is_large, launch
 from perfed.accel.cuda_graph import queue
-from perfed.accel.kernels import column_sum, thin_product
-from perfed.accel.trace import Kind, held, kind_of, record, shape_of
+from perfed.accel.kernels.rows import column_sum, thin_product
+from perfed.accel.trace import Kind, constant_of, kind_of, shape_of
 
 aten = torch.ops.aten
 
 _WITH_ALPHA = {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
-_LARGE = 4096  # row sums of at least this many numbers are taken along
+_LARGE = 4096  # numbers of a row whose sum is taken by the kernel that makes it
 _FEW = 512  # rows whose sums are better taken column by column
 _MOST = 1 << 16  # rows that a launch may have along its second axis
 _FEW_SAMPLES, _LONG, _WIDE = 32, 1024, 1 << 22  # batch, inputs and weights of a product that waits for its weights
-_DEPTH = 128  # terms of a product that is worked out where it is needed; a longer one is left to the library
-
-
-def trace(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> Program:
-    """The function as a program for arguments of these shapes."""
-    return Program(record(function, *args))
+_DEPTH = 128  # terms of a product that is computed where it is needed; longer ones are left to the library
 
 
 def _simple(node: fx.Node) -> bool:
-    """Whether a node is element-wise arithmetic of one kind of float that the generator knows."""
+    """Return True if a node is element-wise arithmetic of one kind of float that `codegen` knows."""
     value = kind_of(node)
     if node.op != "call_function" or node.target not in WORDS or not isinstance(value, Kind):
         return False
@@ -54,20 +48,20 @@ def _simple(node: fx.Node) -> bool:
     kinds = {value.dtype} if value.dtype != torch.bool else set()
     if all(constant(arg) is not None for arg in node.args):
         return False
-    for at, arg in enumerate(node.args):
+    for place, arg in enumerate(node.args):
         if constant(arg) is not None:
             continue
         if not isinstance(arg, fx.Node) or not isinstance(kind_of(arg), Kind):
             return False
         if kind_of(arg).dtype != torch.bool:
             kinds.add(kind_of(arg).dtype)
-        elif node.target is not aten.mul.Tensor and (node.target is not aten.where.self or at != 0):
+        elif node.target is not aten.mul.Tensor and (node.target is not aten.where.self or place != 0):
             return False
     return len(kinds) == 1 and kinds <= {torch.float32, torch.float64} and len(value.shape) > 0
 
 
 def _row_sum(node: fx.Node) -> bool:
-    """Whether a node sums long rows, so that a kernel which makes them can sum them too."""
+    """Return True if a node sums long rows: the kernel that makes them can sum them too."""
     if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], fx.Node):
         return False
     shape, kind = shape_of(node.args[0]), node.kwargs.get("dtype")
@@ -79,7 +73,7 @@ def _row_sum(node: fx.Node) -> bool:
 
 
 def _column_sum(node: fx.Node) -> bool:
-    """Whether a node sums a few rows of every client, as a bias's gradient does."""
+    """Return True if a node sums a few rows of every client, as a bias's gradient does."""
     if node.target is not aten.sum.dim_IntList or node.kwargs or not isinstance(kind_of(node.args[0]), Kind):
         return False
     shape, stride, dtype = kind_of(node.args[0])
@@ -90,7 +84,7 @@ def _column_sum(node: fx.Node) -> bool:
 
 
 def _thin(node: fx.Node) -> bool:
-    """Whether a node is the product of a few samples and wide weights, as a large layer's output is."""
+    """Return True if a node is the product of a few samples and wide weights, as a large layer's output is."""
     if node.target is not aten.bmm.default:
         return False
     a, b = map(kind_of, node.args)
@@ -100,7 +94,7 @@ def _thin(node: fx.Node) -> bool:
 
 
 class Program:
-    """Operations in order, some of them joined."""
+    """Run operations in order, those that were joined as one."""
 
     def __init__(self, graph: fx.Graph):
         self.holders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -121,7 +115,7 @@ class Program:
         self.ahead = self._ahead()
 
     def _take_products(self, cluster: Cluster) -> None:
-        """Let the kernel work out large matrix products: a gradient that only moves theta is never written."""
+        """Let the kernel compute large matrix products: a gradient that only moves theta is never written."""
         for piece in cluster.pieces:
             chain = [piece]
             while _is_view(chain[-1]) and len(chain[-1].users) == 1 and chain[-1].all_input_nodes:
@@ -146,20 +140,20 @@ class Program:
         return [*item.inputs, *(p for p in pieces if p not in item.products), *apart]
 
     def _last_uses(self) -> list[list[fx.Node]]:
-        """After each item: what nobody will read again."""
+        """Return for each item what nobody reads after it."""
         last: dict[fx.Node, int] = {}
-        for at, item in enumerate(self.items):
+        for place, item in enumerate(self.items):
             for node in self._reads(item):
-                last[node] = at
+                last[node] = place
         kept = set(self.results) | set(self.holders)
         out: list[list[fx.Node]] = [[] for _ in self.items]
-        for node, at in last.items():
+        for node, place in last.items():
             if node not in kept:
-                out[at].append(node)
+                out[place].append(node)
         return out
 
     def _roots(self) -> dict[fx.Node, fx.Node]:
-        """What each view is a view of."""
+        """Return what each view is a view of."""
         root: dict[fx.Node, fx.Node] = {}
         for item in self.items:
             if isinstance(item, fx.Node) and item.all_input_nodes and _is_view(item):
@@ -168,15 +162,15 @@ class Program:
         return root
 
     def _overwritable(self) -> dict[fx.Node, int]:
-        """Results of a kernel after which nobody looks at argument k any more (not through a view either)."""
+        """Return results that may overwrite argument k: nobody looks at it after their kernel, nor through a view."""
         root, last = self._roots(), {}
-        for at, item in enumerate(self.items):
+        for place, item in enumerate(self.items):
             for node in self._reads(item):
-                last[root.get(node, node)] = at
+                last[root.get(node, node)] = place
         old = lambda k, r: root.get(r, r) in self.holders and r is not self.holders[k]
         self.borrowed = {k for k, r in enumerate(self.results) if k >= len(self.holders) or old(k, r)}
         safe: dict[fx.Node, int] = {}
-        for at, item in enumerate(self.items):
+        for place, item in enumerate(self.items):
             if isinstance(item, Cluster):
                 for node in item.outputs:
                     if node in self.results:
@@ -188,20 +182,20 @@ class Program:
                         seen = [*self.results, *(r for r in self._reads(item) if r is not holder)]
                         free = all(root.get(r, r) is not holder for r in seen)
                         alike = kind_of(holder) == kind_of(node)
-                        if free and last.get(holder, -1) <= at and alike:
+                        if free and last.get(holder, -1) <= place and alike:
                             safe[node] = k
         return safe
 
     def _ahead(self) -> dict[int, list[Cluster]]:
-        """Before which item the products of a cluster may already be added, beside everything that follows.
+        """Return which clusters may add their products before an item, beside everything that follows it.
 
-        Moving all clients' numbers waits for the memory, the gradients of the layers before for the arithmetic: a GPU
-        does both at once. Everything is there by then, and what is overwritten is read by nobody else any more.
+        Moving all clients' numbers waits for the memory, the gradients of earlier layers for the arithmetic: a GPU does
+        both at once. It is allowed once their inputs are there and nobody else reads what they overwrite.
         """
         root = self._roots()
-        made = {n: at for at, item in enumerate(self.items) for n in _makes(item)}
-        found: dict[int, list[Cluster]] = {}
-        for at, item in enumerate(self.items):
+        made = {n: place for place, item in enumerate(self.items) for n in _makes(item)}
+        ahead: dict[int, list[Cluster]] = {}
+        for place, item in enumerate(self.items):
             if not isinstance(item, Cluster) or not item.products or item.sums:
                 continue
             if not all(n in self.safe for n in item.outputs):
@@ -209,23 +203,23 @@ class Program:
             factors = [n for product in item.products.values() for n in product.all_input_nodes]
             first = 1 + max(made.get(n, -1) for n in [*item.inputs, *factors])
             over = {self.holders[self.safe[n]] for n in item.outputs}
-            for earlier, other in enumerate(self.items[:at]):
+            for earlier, other in enumerate(self.items[:place]):
                 if any(root.get(n, n) in over for n in self._reads(other)):
                     first = max(first, earlier + 1)
-            if first < at:
-                found.setdefault(first, []).append(item)
-        return found
+            if first < place:
+                ahead.setdefault(first, []).append(item)
+        return ahead
 
     def __call__(self, *args: Tensor, into: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The results; result k is written into `into[k]`, which may be argument k itself, where one is given."""
+        """Return the results; where `into` has a place for result k, which may be argument k, it is written there."""
         env: dict[Any, Any] = dict(zip(self.holders, args, strict=True)) | self.fixed
         beside = _Beside()
-        for at, (item, done) in enumerate(zip(self.items, self.last_use, strict=True)):
-            for cluster in self.ahead.get(at, ()):
+        for number, (item, done) in enumerate(zip(self.items, self.last_use, strict=True)):
+            for cluster in self.ahead.get(number, ()):
                 place = self._place(cluster, into)
                 if len(place) == len(cluster.outputs):
                     beside.begun.add(cluster)
-                    with beside(into[0]):
+                    with beside(into[0].device):
                         launch(cluster, env, place, "products")
             if isinstance(item, Cluster):
                 begun = item in beside.begun
@@ -254,18 +248,18 @@ def _makes(item: fx.Node | Cluster) -> list[fx.Node]:
 
 
 class _Beside:
-    """A second queue of a GPU, for what nobody waits for; elsewhere the same one after another."""
+    """Run what nobody waits for in a second queue of a GPU; elsewhere run it at once."""
 
     def __init__(self) -> None:
         self.begun: set[Cluster] = set()
         self.queue: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
-    def __call__(self, some: Tensor) -> Iterator[None]:
-        if not some.is_cuda:
+    def __call__(self, device: torch.device) -> Iterator[None]:
+        if device.type != "cuda":
             yield
             return
-        self.queue = queue(some.device, 0)
+        self.queue = queue(device, 0)
         self.queue.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.queue):
             yield
@@ -276,11 +270,11 @@ class _Beside:
 
 
 def _fixed(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """What depends on no argument, worked out once; a single number is noted at its node, for kernels to hold."""
+    """Compute what depends on no argument once; a single number is noted at its node, to be written into kernels."""
     fixed: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "get_attr":
-            fixed[node] = held(graph, node)
+            fixed[node] = constant_of(graph, node)
         elif node.op == "call_function" and all(n in fixed for n in node.all_input_nodes) and not _random(node):
             fixed[node] = node.target(*map_arg(node.args, fixed.get), **map_arg(node.kwargs, fixed.get))
         if isinstance(fixed.get(node), Tensor) and fixed[node].dim() == 0:
@@ -292,7 +286,7 @@ def _random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-# Those that do not say so.
+# Views whose declaration does not say so.
 _VIEWS = {
     operator.getitem, aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default,
 }  # fmt: skip
@@ -309,7 +303,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster]:
-    """Nodes and clusters in an order in which everything is made before it is read."""
+    """Join nodes to clusters, and return all in an order in which everything is made before it is read."""
     group: dict[fx.Node, int] = {}  # node -> number of its group; groups of one are ordinary nodes
     members: dict[int, list[fx.Node]] = {}
     for number, node in enumerate(nodes):
@@ -319,15 +313,15 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
         return {group[user] for n in members[number] for user in n.users if user in group} - {number}
 
     def would_cycle(parts: set[int]) -> bool:
-        """Whether a path leaves these groups and comes back."""
+        """Return True if a path leaves these groups and comes back."""
         seen: set[int] = set()
         todo = [s for p in parts for s in after(p) if s not in parts]
         while todo:
-            at = todo.pop()
-            if at in seen:
+            number = todo.pop()
+            if number in seen:
                 continue
-            seen.add(at)
-            for following in after(at):
+            seen.add(number)
+            for following in after(number):
                 if following in parts:
                     return True
                 todo.append(following)
@@ -347,12 +341,12 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
                 parts = {group[node], group[source]}
                 if len(parts) == 2 and not would_cycle(parts):
                     join(parts)
-    for node in nodes:  # row sums go with the kernel that makes the rows
+    for node in nodes:  # a row sum belongs to the kernel that makes the rows
         if _row_sum(node) and node.args[0] in group and _simple(node.args[0]):
             parts = {group[node], group[node.args[0]]}
             if len(parts) == 2 and not would_cycle(parts):
                 join(parts)
-    position = {node: at for at, node in enumerate(nodes)}
+    position = {node: number for number, node in enumerate(nodes)}
     clusters: dict[int, Cluster] = {}
     for number, inside in members.items():
         inside.sort(key=position.__getitem__)
@@ -368,7 +362,7 @@ def _schedule(nodes: list[fx.Node], results: set[Any]) -> list[fx.Node | Cluster
 
 
 def _views_first(items: list[fx.Node | Cluster]) -> list[fx.Node | Cluster]:
-    """A view right after what it looks at: it costs nothing, and what needs it may begin early."""
+    """Move views right after what they look at: they cost nothing, and what needs them may begin early."""
     following: dict[fx.Node | None, list[fx.Node | Cluster]] = {}
     maker = {node: item for item in items for node in _makes(item)}
     rest: list[fx.Node | Cluster] = []
@@ -387,7 +381,7 @@ def _views_first(items: list[fx.Node | Cluster]) -> list[fx.Node | Cluster]:
 
 
 def _worth_it(node: fx.Node, results: set[Any]) -> bool:
-    """Whether one operation alone is better as a kernel: it can overwrite its argument, or read pieces."""
+    """Return True if a single operation is better as a kernel: it can overwrite its argument, or read pieces."""
     return _simple(node) and (node in results or any(n.target is aten.cat.default for n in node.all_input_nodes))
 
 
@@ -402,8 +396,7 @@ def _finish(cluster: Cluster, inside: list[fx.Node], results: set[Any]) -> None:
             if dim in (1, -1) and all(user in inside for user in node.users):
                 cluster.joined = node
     cluster.inputs = [n for n in seen if n is not cluster.joined]
-    out = [n for n in cluster.nodes if n in results or any(u not in inside for u in n.users)]
-    cluster.outputs = out
+    cluster.outputs = [n for n in cluster.nodes if n in results or any(u not in inside for u in n.users)]
 
 
 def _sorted(members: dict[int, list[fx.Node]], after: Callable[[int], set[int]]) -> list[int]:

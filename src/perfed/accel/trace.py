@@ -1,7 +1,7 @@
-"""The operations of a function, recorded once, and what they are for any number of rows.
+"""Recording the operations of a function once, and rewriting them for any number of rows.
 
-Of each value it keeps what it was like: shape, strides and type. PyTorch's own `make_fx` records the same and more, and
-takes five times as long.
+Of each value the shape, strides and type are kept. PyTorch's own `make_fx` records the same and more, and takes five
+times as long.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _LIKES = {torch.ops.aten.ones_like.default: 1.0, torch.ops.aten.zeros_like.default: 0.0}
-_FEW = 1 << 16  # numbers that are rather kept than made again
+_FEW = 1 << 16  # numbers that are better kept than made again
 
 
 def record(function: Callable[..., Sequence[Tensor]], *args: Tensor) -> fx.Graph:
-    """The operations of a function; they are run on these arguments."""
+    """Return the operations of a function, which are run on these arguments."""
     recorder = _Recorder()
     given = [a.view_as(a) for a in args]  # one tensor may be given twice, and is two arguments
-    for at, tensor in enumerate(given):
-        recorder.name(tensor, recorder.graph.placeholder(f"arg{at}_1"))
-    # Without writing in place, what a value is does not depend on when it is read: the order is then free.
+    for place, tensor in enumerate(given):
+        recorder.name(tensor, recorder.graph.placeholder(f"arg{place}_1"))
+    # Where nothing is written in place, a value does not depend on when it is read, and the order is free.
     with recorder:
         results = torch.func.functionalize(function, remove="mutations")(*given)
     recorder.graph.output([recorder.node(r) for r in results])
@@ -49,23 +49,23 @@ def _shut_out(graph: fx.Graph) -> None:
         if joined is other or len(joined.users) > 1:  # its numbers are read without the mask, too
             continue
         shape, dtype = shape_of(joined), kind_of(joined).dtype
-        through = held(graph, mask)
+        through = constant_of(graph, mask)
         if len(shape) != 2 or joined.args[1:] not in ((1,), (-1,)) or through.shape != shape[1:] or not through.any():
             continue
         pieces, end = list(joined.args[0]), 0
-        for at, piece in enumerate(pieces):
+        for place, piece in enumerate(pieces):
             begin, end = end, end + shape_of(piece)[-1]
             if end > begin and not through[begin:end].any():
                 with graph.inserting_before(joined):
                     zero = graph.call_function(aten.zeros.default, ([1],), {"dtype": dtype, "device": through.device})
-                    pieces[at] = graph.call_function(aten.expand.default, (zero, [shape[0], end - begin]))
+                    pieces[place] = graph.call_function(aten.expand.default, (zero, [shape[0], end - begin]))
                 zero.meta["val"] = Kind((1,), (1,), dtype)
-                pieces[at].meta["val"] = Kind((shape[0], end - begin), (0, 0), dtype)
+                pieces[place].meta["val"] = Kind((shape[0], end - begin), (0, 0), dtype)
         joined.update_arg(0, pieces)
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down every operation that reaches the device, in order."""
+    """Write down every operation that reaches the device, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,12 +78,12 @@ class _Recorder(TorchDispatchMode):
         return False  # telling the compiler to stay away would import it
 
     def name(self, value: Tensor, node: fx.Node) -> None:
-        """From here on this value is that of a node."""
+        """Let this value be that of a node from here on."""
         node.meta["val"] = Kind(tuple(value.shape), value.stride(), value.dtype)
         self.nodes[value] = node
 
     def node(self, value: Tensor) -> fx.Node:
-        """Whose value this is; what comes from elsewhere is a constant."""
+        """Return the node that has this value; what comes from elsewhere is a constant."""
         if value not in self.nodes:
             place = f"constant{len(self.constants._buffers)}"
             self.constants.register_buffer(place, value)
@@ -96,10 +96,10 @@ class _Recorder(TorchDispatchMode):
         read: Any = tree_map_only(Tensor, self.node, (args, kwargs))
         sources = [n for n in tree_leaves(read) if isinstance(n, fx.Node)]
         out = func(*args, **kwargs)
-        if func._schema.is_mutable:  # what it wrote over has from here on the value of the same without writing
+        if func._schema.is_mutable:  # what it wrote over has from here on the value of an operation that does not write
             func, out = self._without_writing(func, args, sources), args[0]
         constant = all(n.meta.get("constant") for n in sources)
-        if not all(one is None or isinstance(one, Tensor) for one in tree_leaves(out)):
+        if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
             if constant:  # known for good
                 return out
             raise RuntimeError(
@@ -113,15 +113,15 @@ class _Recorder(TorchDispatchMode):
             self.name(out, node)
             node.meta["constant"] = constant and bool(sources)
         else:
-            for at, one in enumerate(out or ()):
-                if one is not None:
-                    self.name(one, self.graph.call_function(operator.getitem, (node, at)))
+            for place, leaf in enumerate(out or ()):
+                if leaf is not None:
+                    self.name(leaf, self.graph.call_function(operator.getitem, (node, place)))
         return out
 
     def _without_writing(self, func: Any, args: Any, sources: list[fx.Node]) -> Any:
-        """The same operation with a result of its own; `functionalize` does not see what runs below vmap's own rules.
+        """Return the operation that gives its result in new memory; refuse where others look at the memory written.
 
-        Refused where somebody else looks at the same memory, who would have to see the new numbers.
+        `functionalize` has done so for all others: it does not see what runs below vmap's own rules.
         """
         target, name = args[0] if args else None, func._schema.name.split("::")[-1]
         other = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), func._overloadname, None)
@@ -142,7 +142,7 @@ def _kind(value: Tensor) -> dict[str, Any]:
 
 
 class Kind(NamedTuple):
-    """What a traced value was like."""
+    """Describe a recorded value."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -150,7 +150,7 @@ class Kind(NamedTuple):
 
 
 class Rows:
-    """One step for any number of rows, from two recordings: sizes in it are a + b * rows, and two points tell a and b.
+    """Make a step for any number of rows from two recordings: sizes are a + b * rows, and two points tell a and b.
 
     Recording takes long, and a step is needed for every number of clients that are still active.
     """
@@ -160,17 +160,17 @@ class Rows:
         self.alike = _same_form(first[1], second[1])
 
     def __call__(self, rows: int) -> fx.Graph | None:
-        """The operations for so many rows; None where the two recordings differ in more than sizes."""
+        """Return the operations for so many rows; None where the two recordings differ in more than sizes."""
         if not self.alike:
             return None
-        (one, before), (two, _) = self.first, self.second
+        (rows_before, before), (rows_after, _) = self.first, self.second
         graph, copied = fx.Graph(before.owning_module), {}
 
         def size(v: int, w: int) -> int:
-            slope, rest = divmod(v - w, one - two)
+            slope, rest = divmod(v - w, rows_before - rows_after)
             if rest:
                 raise _NotLinear
-            return v + slope * (rows - one)
+            return v + slope * (rows - rows_before)
 
         def between(v: Any, w: Any) -> Any:
             if isinstance(v, fx.Node):
@@ -201,8 +201,8 @@ class _NotLinear(Exception):
     pass
 
 
-def _same_form(one: fx.Graph, two: fx.Graph) -> bool:
-    """Whether two recordings are the same operations on the same values, whatever their sizes."""
+def _same_form(first: fx.Graph, second: fx.Graph) -> bool:
+    """Return True if two recordings are the same operations on the same values, whatever their sizes."""
 
     def form(v: Any, place: dict[fx.Node, int]) -> Any:
         if isinstance(v, fx.Node):
@@ -213,27 +213,27 @@ def _same_form(one: fx.Graph, two: fx.Graph) -> bool:
             return {k: form(x, place) for k, x in v.items()}
         return "size" if isinstance(v, int) and not isinstance(v, bool) else str(v)
 
-    constants = [[held(g, n) for n in g.nodes if n.op == "get_attr"] for g in (one, two)]
+    constants = [[constant_of(g, n) for n in g.nodes if n.op == "get_attr"] for g in (first, second)]
     same = lambda a, b: a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if len(constants[0]) != len(constants[1]) or not all(map(same, *constants)):
         return False
     forms = []
-    for graph in (one, two):
-        place = {node: at for at, node in enumerate(graph.nodes)}
+    for graph in (first, second):
+        place = {node: number for number, node in enumerate(graph.nodes)}
         forms.append([(n.op, str(n.target), form([n.args, n.kwargs], place)) for n in graph.nodes])
     return forms[0] == forms[1]
 
 
 def kind_of(node: Any) -> Any:
-    """What a node's value was like; None for what is no node."""
+    """Return what a node's value was like; None for what is no node."""
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's value."""
+    """Return the shape of a node's value."""
     return tuple(kind_of(node).shape)
 
 
-def held(graph: fx.Graph, node: fx.Node) -> Any:
-    """The constant that a recording holds."""
+def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
+    """Return the value of a node that is a constant of a recording."""
     return functools.reduce(getattr, str(node.target).split("."), graph.owning_module)

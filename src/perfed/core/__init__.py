@@ -1,1 +1,1 @@
-"""The whole idea in a few files: model, data, method, messages. Imports nothing else of perfed."""
+"""The idea in a few files: method, model, data, clients, messages. It knows no other room of perfed."""

@@ -13,9 +13,9 @@ from torch import Tensor
 SPLITS = ("train", "val", "test")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
-    """Rows of all clients one after another: client i owns rows start[i] to start[i] + size[i]."""
+    """Hold the samples of all clients one after another: client i owns rows start[i] to start[i] + size[i]."""
 
     x: Tensor  # [rows, ...], float32, or uint8 for images
     y: Tensor  # [rows], int64
@@ -23,54 +23,66 @@ class Split:
 
     @cached_property
     def start(self) -> tuple[int, ...]:
+        """Return the first row of each client."""
         return (0, *accumulate(self.size))[:-1]
 
     @cached_property
     def sizes(self) -> Tensor:
-        """The sizes where the samples are."""
+        """Return the sizes as a tensor, where the samples are."""
         return torch.tensor(self.size, device=self.y.device)
 
     @cached_property
     def starts(self) -> Tensor:
-        """First rows, likewise."""
+        """Return the first rows as a tensor, where the samples are."""
         return torch.tensor(self.start, device=self.y.device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Clients:
-    """Every client's samples, with names for people and indices for the machine."""
+    """Hold every client's samples; clients are numbered from 0, and have names for people.
+
+    Attributes:
+        names: one for each client.
+        train, val, test: the splits.
+        classes: number of classes.
+        mean, std: of each channel of uint8 images, which become (x / 255 - mean) / std; None: x / 255.
+        labels: names of the classes, where the data have them.
+        columns: names of the features, in a table.
+        partition: how the clients came about and how uneven they are, in plain values.
+    """
 
     names: tuple[str, ...]
     train: Split
     val: Split
     test: Split
     classes: int
-    mean: Tensor | None = None  # for uint8 images: x / 255, minus mean, over std, per channel
+    mean: Tensor | None = None
     std: Tensor | None = None
-    labels: tuple[str, ...] | None = None  # what the classes are called, where the data said so
-    columns: tuple[str, ...] | None = None  # what the features are called, in a table
-    partition: dict[str, Any] | None = None  # how the clients came about and how uneven they are, in plain values
+    labels: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None
+    partition: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
 
     def split(self, name: str) -> Split:
+        """Return a split by its name: 'train', 'val' or 'test'."""
         return {"train": self.train, "val": self.val, "test": self.test}[name]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """Return the shape of a single sample."""
         return tuple(self.train.x.shape[1:])
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows of x as the network wants them."""
+        """Return rows of x as the network wants them: of its type, images normalised."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
         x = x.to(dtype).div_(255)  # a copy already, so the rest is done in place
         return x if self.mean is None or self.std is None else x.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
 
     def to(self, device: torch.device | str) -> Clients:
-        """The same data on another device."""
+        """Return these clients with their samples on another device."""
         move = lambda s: replace(s, x=s.x.to(device).contiguous(), y=s.y.to(device).contiguous())
         put = lambda t: None if t is None else t.to(device)
         splits = {name: move(self.split(name)) for name in SPLITS}

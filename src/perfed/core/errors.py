@@ -1,4 +1,4 @@
-"""What the user did wrong, in one sentence."""
+"""The error for what a user did wrong, told in one sentence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class Problem(Exception):
-    """Bad input. Its text is one sentence: what, where, what is allowed. The command prints it and exits with 2."""
+    """Report bad input in one sentence: what, where, what is allowed. The command prints it and exits with 2."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' where something close to `word` is known, else what is known."""
+    """Return '; did you mean X?' where something close to `word` is known, else what is known."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if close:

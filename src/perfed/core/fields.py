@@ -1,4 +1,4 @@
-"""Settings are dataclass fields: each says what it means and what is allowed, once, where it is declared."""
+"""Settings as dataclass fields: each says what it means and what is allowed, once, where it is declared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def hyper(
     at_most: float | None = None,
     below: float | None = None,
 ) -> Any:
-    """A field with a default, one line of meaning and its allowed range.
+    """Declare a setting: a dataclass field with a default, one line of meaning and its allowed range.
 
     >>> hyper(0.1, "weight of the proximal term; 0 is FedAvg", at_least=0).metadata["range"]
     'at least 0'
@@ -41,7 +41,7 @@ _INSIDE = {
 
 
 def convert(value: Any, kind: Any, bounds: dict[str, float], where: str) -> Any:
-    """`value`, perhaps typed as text, as `kind`; a Problem that names `where` otherwise."""
+    """Return `value`, perhaps typed as text, as `kind`; raise a Problem that names `where` if it is none."""
     if isinstance(kind, types.UnionType) or get_origin(kind) is typing.Union:
         if value is None or value == "none":
             return None

@@ -1,4 +1,4 @@
-"""What travels. Where a tensor is put is what it means: bytes, privacy and what an engine sends follow from it.
+"""Messages between server and clients. Where a tensor is put is what it means: bytes and privacy follow from it.
 
 `Down.shared` goes to everyone, `Down.own` holds one row per client. `Up.mean` reaches the server only as a weighted
 mean, so secure sums, noise and robust rules apply to any method that uses it; `Up.own` is read client by client.
@@ -15,39 +15,59 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Down:
-    """From the server to clients."""
+    """Carry what the server sends to clients.
+
+    Attributes:
+        shared: a tree of tensors that goes to everyone.
+        own: in `broadcast` a tree with one row per client; in `local` this client's row.
+    """
 
     shared: Any = ()
-    own: Any = ()  # in `broadcast` one row per client; in `local` this client's row
+    own: Any = ()
 
 
 @dataclass(frozen=True)
 class Up:
-    """From one client to the server."""
+    """Carry what one client sends to the server.
 
-    mean: Any = ()  # changes, averaged over the cohort before the server sees them
-    own: Any = ()  # seen by the server client by client
-    weight: Tensor | float | None = None  # weight in the mean; default: number of training samples
-    group: Tensor | None = None  # which of the method's groups the mean goes to
+    Attributes:
+        mean: changes, averaged over the cohort before the server sees them.
+        own: a tree of tensors that the server sees client by client.
+        weight: weight in the mean; None: the number of training samples.
+        group: number of the group that the mean goes to, where the method has several.
+    """
+
+    mean: Any = ()
+    own: Any = ()
+    weight: Tensor | float | None = None
+    group: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Uploads:
-    """Uploads of several clients as rows."""
+    """Hold the uploads of several clients as rows."""
 
     ids: Tensor  # [m], ascending
     mean: Any  # each tensor [m, ...]
-    own: Any
+    own: Any  # each tensor [m, ...]
     weight: Tensor  # [m]
     group: Tensor | None = None  # [m]
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """What the server receives in one exchange."""
+    """Carry what the server receives in one exchange.
 
-    ids: Tensor  # [m], ascending
-    mean: Any  # weighted means; with groups a first axis [groups, ...], 0 where a group is empty
-    own: Any  # one row per client
-    weight: Tensor  # sum of weights; with groups [groups]
-    size: Any  # how many uploads are in it: a number, or a tensor where a refused one still has its place in `ids`
+    Attributes:
+        ids: [m], ascending.
+        mean: weighted means; with groups a first axis [groups, ...], 0 where a group is empty.
+        own: one row per client.
+        weight: sum of weights; with groups [groups].
+        size: how many uploads are in it: a number, or a tensor where a refused one still has its place in `ids`.
+    """
+
+    ids: Tensor
+    mean: Any
+    own: Any
+    weight: Tensor
+    size: Any

@@ -32,7 +32,14 @@ FINE_TUNING = 9  # stream of the batches used after training
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """The base of all methods: the common hyper-parameters, the six functions, and the tools to write them with."""
+    """Define a method: common hyper-parameters, the six functions, and the tools to write them with.
+
+    Attributes:
+        evaluates: what `personalise` returns: a client's own model, one that it assembles, one that it adapts, or one
+            global model.
+        category: place in the survey's taxonomy.
+        vectorised: False where `local` cannot run under vmap; it then runs client by client.
+    """
 
     model: Model
     lr: float = hyper(0.1, "learning rate of local training", above=0)
@@ -49,9 +56,9 @@ class Method(ABC):
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
     population: int = hyper(0, "clients in all; the engine sets it where it is 0", at_least=0)
 
-    evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"  # what `personalise` returns
-    category: ClassVar[str] = ""  # place in the survey's taxonomy
-    vectorised: ClassVar[bool] = True  # False: `local` cannot run under vmap; it runs client by client
+    evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"
+    category: ClassVar[str] = ""
+    vectorised: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         checked(self, type(self).__name__.lower(), skip=("model",))
@@ -66,53 +73,95 @@ class Method(ABC):
 
     @property
     def exchanges(self) -> int:
-        """Exchanges between server and clients in one round."""
+        """Return the number of exchanges between server and clients in one round."""
         return 1
 
     @property
     def groups(self) -> int:
-        """How many groups `Up.group` may name."""
+        """Return the number of groups that `Up.group` may name."""
         return 1
 
     @property
     def one_for_all(self) -> bool:
-        """Whether all clients predict with one model, so that an evaluation may score their samples together."""
+        """Return True if all clients predict with one model, so that an evaluation may score their samples together."""
         usual = type(self).models is Method.models and type(self).score is Method.score
         return self.evaluates == "global" and not self.fine_tune and usual
 
     @property
     def usual(self) -> bool:
-        """Whether a prediction is the largest output of one model, so that any score can be made from outputs."""
+        """Return True if a prediction is the largest output of one model, so that outputs are enough for any score."""
         return type(self).rate is Method.rate and type(self).score is Method.score
 
     # ------------------------------------------------------------------ the six functions
 
     @abstractmethod
     def init_server(self, clients: int, /) -> State:
-        """What the server knows before round 1."""
+        """Make what the server knows before round 1.
+
+        Args:
+            clients: number of clients in all.
+
+        Returns:
+            The server's state, a tree of tensors.
+        """
 
     def init_client(self) -> State:
-        """What a client knows before its first round; it never leaves the client."""
+        """Make what a client knows before its first round; a client's state never leaves the client.
+
+        Returns:
+            A tree of tensors, alike for all clients.
+        """
         return ()
 
     def broadcast(self, server: State, ids: Tensor, /) -> Down:  # noqa: ARG002
-        """What the server sends to the clients `ids`."""
+        """Make what the server sends in an exchange; by default its whole state.
+
+        Args:
+            server: the server's state.
+            ids: the clients that take part, ascending.
+
+        Returns:
+            The message; each tensor in its `own` has a row for each client.
+        """
         return Down(shared=server)
 
     @abstractmethod
     def local(self, client: State, down: Down, data: Data, /) -> tuple[State, Up]:
-        """One client's round."""
+        """Carry out ONE client's part in an exchange; pure, and run under vmap.
+
+        Args:
+            client: the client's state.
+            down: what the server sent; `own` is this client's row.
+            data: the client's samples.
+
+        Returns:
+            The client's new state and its message to the server.
+        """
 
     @abstractmethod
     def aggregate(self, server: State, cohort: Cohort, /) -> State:
-        """What the server makes of the uploads."""
+        """Make the server's new state from the uploads of an exchange.
+
+        Args:
+            server: the server's state.
+            cohort: weighted means and rows of what the clients sent.
+        """
 
     @abstractmethod
     def personalise(self, client: State, down: Down, data: Data, /) -> Tensor | dict[str, Tensor]:
-        """The model this client predicts with, or a dict of models whose headline is 'personal'."""
+        """Make the model that ONE client predicts with; pure, and run under vmap.
+
+        Args:
+            client: the client's state.
+            down: what `show` makes for an evaluation; `own` is this client's row.
+            data: the client's samples.
+
+        Returns:
+            Theta, or a dict of thetas whose headline is 'personal'.
+        """
 
     def newcomer(self, server: State, /) -> Down:
-        """What the server sends to ONE client that never took part; by default what it sends to everybody."""
+        """Make what the server sends to ONE client that never took part; by default what it sends to everybody."""
         down = self.broadcast(server, torch.arange(0))
         if leaves(down.own):
             name = type(self).__name__
@@ -120,40 +169,50 @@ class Method(ABC):
         return down
 
     def select(self, server: State, ids: list[int], /) -> list[int]:  # noqa: ARG002
-        """Who of the sampled clients takes part in this round; at least one, by default all."""
+        """Return those of the sampled clients who take part in this round: at least one, by default all."""
         return ids
 
     def show(self, server: State, ids: Tensor, /) -> Down:
-        """What clients receive for an evaluation, which counts as no traffic; by default what a round begins with."""
+        """Make what clients receive for an evaluation, which is no traffic; by default what a round begins with."""
         return self.broadcast(server, ids)
 
     def extra_traffic(self, server: State, /) -> dict[str, int]:  # noqa: ARG002
-        """Numbers sent in the round just done that no client sent or received, by name, such as cloud to team."""
+        """Return how many numbers other parties sent in the round just done, by name, such as cloud to team."""
         return {}
 
     def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002
-        """Plain numbers worth logging with every evaluation, such as cluster sizes."""
+        """Return plain numbers that are logged with every evaluation, such as cluster sizes."""
         return {}
 
     # ------------------------------------------------------------------ tools
 
     def pull(self, theta: Tensor, centre: Tensor) -> Tensor:
-        """Theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
+        """Return theta - centre, 0 at buffers: the gradient of half the squared distance of the parameters."""
         return self.model.weights.only(theta - centre) if self.model.fixed else theta - centre
 
     def gradient(self, theta: Tensor, batch: Batch, given: Any = (), /) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The gradient of a batch's loss, and theta with fresh statistics."""
+        """Return the gradient of a batch's loss, and theta with fresh statistics."""
         g, theta, _ = self.model.grad(theta, batch)
         return g, theta
 
     def start(self, theta: Tensor) -> Any:
-        """The optimiser's state before its first step."""
+        """Return the optimiser's state before its first step."""
         if self.optimizer != "sgd":
             return adam_start(theta)
         return torch.zeros_like(theta if self.momentum else theta[:0])  # without momentum there is nothing to carry
 
     def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
-        """One optimiser step; what is outside `only` gets no gradient, no decay, no momentum."""
+        """Take one optimiser step.
+
+        Args:
+            theta: the model.
+            state: the optimiser's, see `start`.
+            g: the gradient.
+            only: the part that is trained, as `Model.part` names it; all else gets no gradient, decay or momentum.
+
+        Returns:
+            Theta and state after the step.
+        """
         if only is not None:
             g = self.model.part(only).only(g)  # before the decay: an engine sees that the rest is not needed
         if self.weight_decay:
@@ -186,14 +245,28 @@ class Method(ABC):
         steps: int | None = None,
         stream: int = 0,
     ) -> Tensor:
-        """Theta after local training along `gradient(theta, batch, given)` (a method), on the part `only`."""
+        """Train locally.
+
+        Args:
+            theta: where to start.
+            data: the client's samples.
+            gradient: a method `gradient(theta, batch, given)` that returns (g, theta); None: that of the loss.
+            given: a tree of tensors for it.
+            only: the part that is trained; None: everything.
+            epochs: as in `Data.fold`.
+            steps: as in `Data.fold`.
+            stream: as in `Data.fold`.
+
+        Returns:
+            Theta after training.
+        """
         function = (gradient or self.gradient).__func__  # pyright: ignore[reportFunctionMemberAccess]
         step = functools.partial(self._descent, function, only)
         carry = (theta, self.start(theta))
         return data.fold(step, carry, given, epochs=epochs, steps=steps, stream=stream)[0]
 
     def rate(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Loss and accuracy (1 or 0) of each model on every sample of a batch."""
+        """Return loss and accuracy (1 or 0) of each model on every sample of a batch."""
         out: dict[str, dict[str, Tensor]] = {}
         for name, theta in models.items():
             logits, _ = self.model.apply(theta, batch.x)
@@ -202,30 +275,27 @@ class Method(ABC):
         return out
 
     def at_rate(self, lr: float) -> Self:
-        """The same method with another learning rate, for a phase of its own."""
+        """Return this method with another learning rate, for a phase of its own."""
         other = copy.copy(self)
         object.__setattr__(other, "lr", lr)  # frozen for everybody else
         return other
 
     def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Mean loss and accuracy of each model on a batch."""
+        """Return mean loss and accuracy of each model on a batch."""
         rates, weight = self.rate(batch, models), batch.weight
         if weight is None:
             return tree_map(lambda each: each.sum() / len(batch.y), rates)
         return tree_map(lambda each: (each * weight).sum() / weight.sum(), rates)
 
     def models(self, client: State, down: Down, data: Data) -> dict[str, Tensor]:
-        """What is evaluated and saved for a client: its personal model, fine-tuned where that is asked for."""
-        found = self.personalise(client, down, data)
-        found = dict(found) if isinstance(found, dict) else {"personal": found}
+        """Return what is evaluated and saved for a client: its personal model, fine-tuned where that is asked for."""
+        own = self.personalise(client, down, data)
+        models = dict(own) if isinstance(own, dict) else {"personal": own}
         if self.fine_tune:
-            found["before"] = found["personal"]
-            found["personal"] = self.tuned(found["before"], client, down, data)
-        return found
+            models["before"] = models["personal"]
+            models["personal"] = self.tuned(models["before"], client, down, data)
+        return models
 
     def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
-        """A client's personal model `theta` after `fine_tune` more epochs; by default of plain local training.
-
-        It is for one evaluation: no state is kept.
-        """
+        """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept."""
         return self.descend(theta, data, epochs=self.fine_tune, stream=FINE_TUNING)

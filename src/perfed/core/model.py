@@ -1,12 +1,11 @@
 """A model is a vector: any nn.Module as pure functions of one flat tensor `theta`.
 
 `theta` holds P parameters, then Q float buffers (the running statistics of BatchNorm), then zeros up to a multiple of
-four numbers (rows of a cohort then stay aligned on a GPU). Padding is in no part, no count and no message.
+four numbers (rows of a cohort then stay aligned in memory). Padding is in no part, no count and no message.
 """
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 import math
 from collections.abc import Callable
@@ -17,73 +16,83 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call
 from torch.func import grad as functional_grad
 
-from perfed.accel import cpu_backward, fused_layers
-from perfed.accel.fast import covered
 from perfed.core.errors import Problem
 from perfed.core.layers import Drop, Norm, swap
 
 ALIGN = 4
+Loss = Callable[[Tensor, "Batch", bool], tuple[Tensor, Tensor]]  # (theta, batch, train) -> (value, theta)
 
 
 class Batch(NamedTuple):
-    """Some samples of one client."""
+    """Hold some samples of one client.
+
+    Attributes:
+        x: inputs [samples, ...].
+        y: labels [samples].
+        weight: [samples], 0 for filling; None where every sample counts.
+        key: what the random numbers of this step are drawn from.
+    """
 
     x: Tensor
     y: Tensor
-    weight: Tensor | None  # [samples], 0 for filling; None where every sample counts
-    key: Tensor  # randomness of this step, for dropout
-
-
-def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
-    """The loss of each sample."""
-    if covered(out):
-        from perfed.accel import operators
-
-        return operators.cross_entropy(out, y)
-    return F.cross_entropy(out, y, reduction="none")
+    weight: Tensor | None
+    key: Tensor
 
 
 def average(each: Tensor, weight: Tensor | None) -> Tensor:
-    """The mean of one number per sample over the samples that count."""
+    """Return the mean of one number per sample, over the samples that count."""
     return each.mean() if weight is None else (each * weight).sum() / weight.sum()
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some entries of theta: a mask for arithmetic, an index for messages."""
+    """Select entries of theta: by a mask for arithmetic, by an index for messages.
 
-    mask: Tensor  # [width], bool
+    Attributes:
+        mask: [width], True at the entries of this part.
+    """
+
+    mask: Tensor
 
     @cached_property
     def index(self) -> Tensor:
+        """Return the places of the entries, ascending."""
         return self.mask.nonzero().flatten()
 
     def __len__(self) -> int:
         return int(self.mask.sum())
 
     def take(self, theta: Tensor) -> Tensor:
-        """Only these entries, [len(part)]."""
+        """Return only these entries: [len(part)]."""
         return theta.index_select(0, self.index)
 
     def put(self, theta: Tensor, values: Tensor) -> Tensor:
-        """`theta` with these entries replaced by `values`."""
+        """Return `theta` with these entries replaced by `values`, [len(part)]."""
         return theta.index_copy(0, self.index, values)
 
     def add(self, theta: Tensor, change: Tensor) -> Tensor:
-        """`theta` with `change` added to these entries."""
+        """Return `theta` with `change`, [len(part)], added to these entries."""
         return theta.index_add(0, self.index, change)
 
     def only(self, theta: Tensor, other: Tensor | float = 0.0) -> Tensor:
-        """`theta` here and `other` elsewhere."""
+        """Return `theta` at these entries and `other` elsewhere."""
         return torch.where(self.mask, theta, other)
 
 
 class Model:
-    """Pure functions of theta, made from a function that builds an nn.Module."""
+    """Turn a network into pure functions of theta.
+
+    Attributes:
+        P, Q, size, width: number of parameters, of float buffers, of both together, and length of theta.
+        shapes: name and shape of every tensor in theta, in order.
+        head, body, norm, weights, everything: parts of theta: the classifier, all else, the normalising layers, what
+            is learned (no buffers, no frozen parameters), and all but the padding.
+        layers: names of the modules that own parameters, in order.
+        layer: [width], the place in `layers` that each entry belongs to; -1: none.
+    """
 
     def __init__(
         self,
@@ -92,22 +101,24 @@ class Model:
         head: str = "",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        rewrite: bool = True,  # False: the network runs as it was written
     ):
+        """Make a model.
+
+        Args:
+            build: makes the network, which returns logits [samples, classes]; called anew for every seed.
+            head: name of the module that is the head; empty: the last module with parameters.
+            dtype: type of theta.
+            device: where theta is.
+        """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
                 "Model needs a function that builds the network (each seed starts from its own), not a network"
             )
         self.build, self.dtype, self.device = build, dtype, torch.device(device)
-        net = swap(self._fresh(seed=0)).to(self.device, dtype)
+        self._net = net = swap(self._fresh(seed=0)).to(self.device, dtype)
         frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
         net.requires_grad_(False)
-        self._nets = {mode: copy.deepcopy(net).train(mode != "eval") for mode in ("eval", "train", "weighted")}
-        for module in self._nets["weighted"].modules():
-            if isinstance(module, Norm):
-                module.weighted = True
         self._keyed = [name for name, m in net.named_modules() if isinstance(m, Drop)]
-        self._drops = {mode: [m for m in n.modules() if isinstance(m, Drop)] for mode, n in self._nets.items()}
         self._normed = [name for name, m in net.named_modules() if isinstance(m, Norm)]
 
         params = {name: p.shape for name, p in net.named_parameters()}
@@ -117,30 +128,20 @@ class Model:
             raise Problem("the model has no parameters")
         self.shapes = params | buffers
         self._buffers = list(buffers)
-        self.P = sum(math.prod(s) for s in params.values())  # parameters
-        self.Q = sum(math.prod(s) for s in buffers.values())  # float buffers
+        self.P = sum(math.prod(s) for s in params.values())
+        self.Q = sum(math.prod(s) for s in buffers.values())
         self.size = self.P + self.Q
         self.width = -(-self.size // ALIGN) * ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]
         self._inits: dict[int, Tensor] = {}
-        self.seeds: tuple[int, ...] = ()  # of runs that train together
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
         self._name_parts(net, head, frozen)
-        if rewrite:
-            self._nets = {mode: fused_layers.rewrite(net, self.head_name) for mode, net in self._nets.items()}
-        self._straight: dict[str, cpu_backward.Straight | None] = {}
-        if rewrite:
-            self._straight = {m: cpu_backward.straighten(self._nets[m], self.shapes, self.P) for m in ("eval", "train")}
-        self._slots = {mode: self._find_slots(net) for mode, net in self._nets.items()}
-        self._seen: list[Tensor] | None = None  # what enters the head, while `features` asks for it
-        for net in self._nets.values():
-            net.get_submodule(self.head_name).register_forward_pre_hook(self._look)
 
     def _name_parts(self, net: nn.Module, head: str, frozen: list[str]) -> None:
         owner = [name.rpartition(".")[0] for name in self.shapes]
         owners = list(dict.fromkeys(owner[: len(self.shapes) - len(self._buffers)]))
-        self.layers = owners  # names of the modules that own parameters, in order
+        self.layers = owners
         if head and not any(o == head or o.startswith(head + ".") for o in owners):
             raise Problem(f"the model has no module '{head}' with parameters; it has: {', '.join(map(repr, owners))}")
         self.head_name = head = head or owners[-1]
@@ -149,26 +150,34 @@ class Model:
         self.head = self._part([o == head or o.startswith(head + ".") for o in owner])
         self.body = self._part([not (o == head or o.startswith(head + ".")) for o in owner])
         self.norm = self._part([isinstance(modules[o], norms) for o in owner])
-        self.weights = self._part([name not in (*self._buffers, *frozen) for name in self.shapes])  # what is learned
+        self.weights = self._part([name not in (*self._buffers, *frozen) for name in self.shapes])
         self.everything = self._part([True] * len(owner))
         index = torch.tensor([owners.index(o) if o in owners else -1 for o in owner] + [-1])
-        self.layer = torch.repeat_interleave(index, torch.tensor(self._sizes)).to(self.device)  # [width], -1: no layer
+        self.layer = torch.repeat_interleave(index, torch.tensor(self._sizes)).to(self.device)
 
     def _part(self, flags: list[bool]) -> Part:
         return Part(torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device))
 
     @property
     def fixed(self) -> bool:
-        """Whether theta has entries that are not learned: statistics, or parameters the user has frozen."""
+        """Return True if theta has entries that are not learned: statistics, or parameters the user has frozen."""
         return self.Q > 0 or self.frozen
 
     @property
     def keyed(self) -> bool:
-        """Whether a training step draws random numbers (dropout)."""
+        """Return True if a training step draws random numbers (dropout)."""
         return bool(self._keyed)
 
     def part(self, pattern: str) -> Part:
-        """Entries by name: 'head', 'body', 'norm', 'none', or a pattern over names ('conv*', '*.bias'); '!' negates."""
+        """Select entries of theta by name.
+
+        Args:
+            pattern: 'head', 'body', 'norm', 'none', or a pattern over names of tensors and modules ('conv*', '*.bias');
+                a '!' in front takes everything else.
+
+        Returns:
+            The part; a pattern that matches nothing is a Problem.
+        """
         if pattern in ("head", "body", "norm"):
             return getattr(self, pattern)
         if pattern not in self._parts:
@@ -185,6 +194,10 @@ class Model:
             raise Problem(f"no parameter matches '{pattern}'; the model has: {', '.join(self.shapes)}")
         return self._part(flags)
 
+    def like(self, build: Callable[[], nn.Module]) -> Model:
+        """Return a model of this kind for another network, which runs as it is written."""
+        return Model(build, dtype=self.dtype, device=self.device)
+
     # ------------------------------------------------------------------ from and to ordinary modules
 
     def _fresh(self, seed: int) -> nn.Module:
@@ -192,23 +205,18 @@ class Model:
             torch.manual_seed(seed)
             return self.build()
 
-    def init(self, seed: int | Tensor) -> Tensor:
-        """Theta of a freshly built network; the same seed gives the same numbers."""
-        if isinstance(seed, Tensor):  # inside a batch of several runs: one of those that `seeds` names
-            known = torch.tensor(self.seeds, device=self.device)
-            return torch.stack([self.init(s) for s in self.seeds]).index_select(
-                0, (known == seed).int().argmax(0, True)
-            )[0]
+    def init(self, seed: int) -> Tensor:
+        """Return theta of a freshly built network; equal seeds give equal numbers."""
         if seed not in self._inits:
             self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()
 
     def zeros(self) -> Tensor:
-        """An empty vector."""
+        """Return a theta of zeros."""
         return torch.zeros(self.width, device=self.device, dtype=self.dtype)
 
     def flat(self, state: dict[str, Tensor]) -> Tensor:
-        """Theta from a state dict."""
+        """Return theta with the numbers of a state dict."""
         missing = [name for name in self.shapes if name not in state]
         if missing:
             raise Problem(f"the saved model lacks {', '.join(missing)}")
@@ -220,12 +228,12 @@ class Model:
         return theta
 
     def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
-        """Theta as named tensors, each in its own memory."""
+        """Return theta as named tensors, each in its own memory."""
         pieces = zip(self.shapes.items(), theta.split(self._sizes), strict=False)  # the last piece is padding
         return {name: piece.detach().reshape(shape).clone() for (name, shape), piece in pieces}
 
     def module(self, theta: Tensor) -> nn.Module:
-        """An ordinary nn.Module with these numbers, in eval mode."""
+        """Return an ordinary nn.Module with these numbers, in eval mode."""
         net = self._fresh(seed=0).to(self.dtype)
         state = net.state_dict() | {name: t.cpu() for name, t in self.state_dict(theta).items()}
         net.load_state_dict(state)
@@ -242,7 +250,19 @@ class Model:
         key: Tensor | None = None,
         **options: Any,
     ) -> tuple[Any, Tensor]:
-        """The network's output, and theta with fresh statistics (unchanged in eval mode)."""
+        """Run the network.
+
+        Args:
+            theta: the model.
+            x: inputs [samples, ...].
+            train: use the statistics of this batch, and dropout.
+            weight: of each sample in the statistics; None: all count alike.
+            key: what dropout is drawn from.
+            options: further arguments of the network's forward.
+
+        Returns:
+            The network's output, and theta with fresh statistics (unchanged in eval mode).
+        """
         mode = "eval" if not train else "train" if weight is None else "weighted"
         pieces = theta.split(self._sizes)
         parts = {n: p.reshape(shape) for (n, shape), p in zip(self.shapes.items(), pieces, strict=False)}
@@ -250,7 +270,7 @@ class Model:
             parts[name] = parts[name].detach()  # statistics are measured, not learned
         if train:
             for name in self._buffers:
-                # Updated in place below, so a copy; adding a zero of x makes it a row per client where x is one.
+                # Updated in place below, so a copy; adding a zero of x makes it a row per client where x has rows.
                 parts[name] = parts[name] + torch.zeros_like(x.reshape(-1)[0], dtype=self.dtype)
             if weight is not None:
                 parts |= {f"{name}.samples": weight for name in self._normed}
@@ -264,85 +284,68 @@ class Model:
             theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
         return out, theta
 
+    def _call(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Any:
+        return functional_call(self._network(mode), parts, (x,), options)
+
+    def _network(self, mode: str) -> nn.Module:
+        """Return the network, ready for a call in mode 'eval', 'train' or 'weighted' (training with weights)."""
+        for module in self._net.train(mode != "eval").modules():
+            if isinstance(module, Norm):
+                module.weighted = mode == "weighted"
+            elif isinstance(module, Drop):
+                module.calls = 0
+        return self._net
+
     def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits, what enters the head, theta with fresh statistics): the representation a sample has."""
-        self._seen = seen = []
+        """Run the network and look at what enters its head, the representation that a sample has.
+
+        Args:
+            theta: the model.
+            batch: the samples.
+            train: use the statistics of this batch, and dropout.
+
+        Returns:
+            Logits, the head's input [samples, features], and theta with fresh statistics.
+        """
+        seen: list[Tensor] = []
+        head = self._net.get_submodule(self.head_name)
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
             out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         finally:
-            self._seen = None
+            hook.remove()
         return out, seen[0].flatten(1), theta
 
-    def _look(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # Hooked to the head once and for all: a hook that comes and goes cannot be compiled.
-        if self._seen is not None:
-            self._seen.append(inputs[0])
-
-    def _find_slots(self, net: nn.Module) -> dict[str, list[tuple[dict[str, Any], str, Tensor]]]:
-        """Where each tensor of the network is looked up: its module's own dictionaries, and what is in them."""
-        slots: dict[str, list[tuple[dict[str, Any], str, Tensor]]] = {}
-        names = {id(t): name for name, t in [*net.named_parameters(), *net.named_buffers()]}
-        for module in net.modules():
-            for table in (module._parameters, module._buffers):
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        slots.setdefault(names[id(tensor)], []).append((table, key, tensor))  # tied weights: two slots
-        return slots
-
-    def _call(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Any:
-        for drop in self._drops[mode]:
-            drop.calls = 0
-        if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x) or any(map(_wrapped, parts.values())):
-            return functional_call(self._nets[mode], parts, (x,), options)
-        # The same call without functional_call's bookkeeping, which costs as much as a small network does.
-        filled = [(slot, tensor) for name, tensor in parts.items() for slot in self._slots[mode][name]]
-        for (table, key, _), tensor in filled:
-            table[key] = tensor
-        try:
-            return self._nets[mode](x, **options)
-        finally:
-            for (table, key, own), _ in filled:
-                table[key] = own
-
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of a batch, and theta with fresh statistics."""
+        """Return the mean cross-entropy of a batch, and theta with fresh statistics."""
         out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
-        return average(cross_entropy(out, batch.y), batch.weight), theta
+        return average(self._losses(out, batch.y), batch.weight), theta
+
+    def _losses(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none")
 
     def grad(
-        self,
-        theta: Tensor,
-        batch: Batch,
-        loss: Callable[..., tuple[Tensor, Tensor]] | None = None,
-        train: bool = True,
+        self, theta: Tensor, batch: Batch, loss: Loss | None = None, train: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(gradient, theta with this batch's statistics, loss); the gradient is 0 at buffers.
+        """Return the gradient of a batch's loss.
 
-        Under vmap the functional gradient, which batches over clients; otherwise layer by layer (`cpu_backward.py`), or
-        plain autograd. `loss(theta, batch, train)` may be given in place of `model.loss`.
+        Args:
+            theta: the model.
+            batch: the samples.
+            loss: `loss(theta, batch, train)` in place of `model.loss`; it returns (value, theta with fresh statistics).
+            train: use the statistics of this batch, and dropout.
+
+        Returns:
+            The gradient (0 where theta is not learned), theta with fresh statistics, and the loss.
         """
-        line = self._straight.get("train" if train else "eval") if loss is None else None
-        loss = loss or self.loss
-        if torch.compiler.is_compiling() or _wrapped(theta) or _wrapped(batch.x):
+        function = loss or self.loss
 
-            def value_and_rest(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-                value, fresh = loss(theta, batch, train)
-                return value, (fresh.detach(), value.detach())
+        def value_and_rest(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            value, fresh = function(theta, batch, train)
+            return value, (fresh.detach(), value.detach())
 
-            g, (fresh, value) = functional_grad(value_and_rest, has_aux=True)(theta)
-        elif line is not None and line.fits(batch.x):
-            fresh = theta
-            g, value = line.grad(theta, batch.x, batch.y, batch.weight)
-        else:
-            leaf = theta.detach().requires_grad_()
-            with torch.enable_grad():
-                value, fresh = loss(leaf, batch, train)
-            (g,) = torch.autograd.grad(value, leaf)
-            value = value.detach()
-        if self.frozen:
-            g = self.weights.only(g)
-        return g, (fresh.detach() if self.Q else theta), value
+        g, (fresh, value) = functional_grad(value_and_rest, has_aux=True)(theta)
+        return self._learned(g), (fresh if self.Q else theta), value
 
-
-def _wrapped(tensor: Tensor) -> bool:
-    return is_functorch_wrapped_tensor(tensor)
+    def _learned(self, g: Tensor) -> Tensor:
+        return self.weights.only(g) if self.frozen else g

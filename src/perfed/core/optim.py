@@ -11,7 +11,19 @@ from torch import Tensor
 def sgd(
     theta: Tensor, velocity: Tensor, g: Tensor, lr: Any, momentum: float = 0.0, nesterov: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """torch.optim.SGD's step; the velocity starts at 0."""
+    """Take the step of torch.optim.SGD.
+
+    Args:
+        theta: the model.
+        velocity: of the steps before, 0 at first; without momentum it is not looked at.
+        g: the gradient.
+        lr: the learning rate.
+        momentum: how much of the velocity is kept.
+        nesterov: use Nesterov momentum.
+
+    Returns:
+        Theta and velocity after the step.
+    """
     if not momentum:
         return _down(theta, g, lr), velocity
     velocity = torch.add(g, velocity, alpha=momentum)
@@ -31,7 +43,19 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """torch.optim.Adam's step; the state (first moment, second moment, step count) starts at 0."""
+    """Take the step of torch.optim.Adam.
+
+    Args:
+        theta: the model.
+        state: first moment, second moment and step count, see `adam_start`.
+        g: the gradient.
+        lr: the learning rate.
+        betas: how much of each moment is kept.
+        eps: added to the denominator.
+
+    Returns:
+        Theta and state after the step.
+    """
     m, v, t = state
     t = t + 1
     m = betas[0] * m + (1 - betas[0]) * g
@@ -41,6 +65,6 @@ def adam(
 
 
 def adam_start(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's state before its first step."""
+    """Return the state of Adam before its first step."""
     zero = torch.zeros_like(theta)
     return zero, zero, torch.zeros_like(theta[0])

@@ -1,9 +1,10 @@
-"""Trees of tensors (dicts, tuples, lists): map over them, stack them, take rows, and write them down without pickle."""
+"""Trees of tensors (dicts, tuples, lists): map over them, stack them, take rows, send them to a device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,35 +16,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 leaves = _pytree.tree_leaves
 flatten = _pytree.tree_flatten
 unflatten = _pytree.tree_unflatten
-_SHORT = 4096  # numbers that are kept
+_SHORT = 4096  # numbers that are kept on a device
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """The tree of fn(leaf, *leaves of the others)."""
+    """Return the tree of fn(leaf, *leaves of the others)."""
     if isinstance(tree, Tensor):  # most are one tensor, and flattening takes longer than what is done to it
         return fn(tree, *rest)
     return _pytree.tree_map(fn, tree, *rest)
 
 
 def rows(tree: Any, index: Any) -> Any:
-    """Row (or rows) `index` of every tensor."""
+    """Take row (or rows) `index` of every tensor."""
     return tree_map(lambda t: t[index], tree)
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """One tree of tensors with a new first axis."""
+    """Join trees to one, whose tensors have a new first axis."""
     return tree_map(lambda *t: torch.stack(t), *trees)
 
 
 def send(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor on a device. To a GPU it goes from pinned memory, or the host would wait until the GPU is idle."""
+    """Return a tensor on a device."""
     if tensor.device.type == "cpu" and torch.device(device).type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)  # or the host would wait until the GPU is idle
     return tensor.to(device)
 
 
 def integers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Whole numbers on a device, for reading alone: a GPU is sent the same ones only once."""
+    """Return whole numbers on a device, for reading alone: equal ones may share their memory."""
     if device.type != "cuda" or len(values) > _SHORT:
         return send(torch.tensor(values, dtype=torch.int64), device)
     return _sent(tuple(values), device)
@@ -51,70 +52,12 @@ def integers(values: Sequence[int], device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _sent(values: tuple[int, ...], device: torch.device) -> Tensor:
-    # They outlive whoever asks first: made inside a transformation, they would be a wrapper of its own.
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    with outside_transformations():
         return send(torch.tensor(values, dtype=torch.int64), device)
 
 
-def pack(tree: Any) -> tuple[Any, list[Tensor]]:
-    """A JSON skeleton and the tensors it points to; the inverse of `unpack`."""
-    tensors: list[Tensor] = []
-
-    def walk(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            tensors.append(node)
-            return len(tensors) - 1
-        if isinstance(node, dict):
-            if not all(isinstance(key, str) for key in node):
-                raise TypeError(f"a state's keys must be text, not {list(node)}")
-            return {"dict": {key: walk(value) for key, value in node.items()}}
-        if type(node) in (tuple, list):  # a NamedTuple would not come back as one
-            return {type(node).__name__: [walk(value) for value in node]}
-        if node is None or isinstance(node, bool | int | float | str):
-            return {"value": node}
-        raise TypeError(f"a state holds tensors, dicts, tuples, lists and plain values, not {type(node).__name__}")
-
-    return walk(tree), tensors
-
-
-def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
-    """The tree that `pack` took apart."""
-    if isinstance(skeleton, int):
-        return tensors[skeleton]
-    ((kind, inside),) = skeleton.items()
-    if kind == "dict":
-        return {key: unpack(value, tensors) for key, value in inside.items()}
-    if kind in ("tuple", "list"):
-        parts = [unpack(value, tensors) for value in inside]
-        return tuple(parts) if kind == "tuple" else parts
-    if kind == "value":
-        return inside
-    raise ValueError(f"unknown node {kind!r} in a saved state")
-
-
-def paths(tree: Any, root: str) -> list[str]:
-    """Return a name for every tensor of a tree, in the order of its leaves, such as 'state/velocity'."""
-    keyed = _pytree.tree_flatten_with_path(tree)[0]
-    words = lambda path: [str(getattr(part, "key", getattr(part, "idx", ""))) for part in path]
-    return ["/".join([root, *words(path)]) for path, _ in keyed]
-
-
-def first_not_finite(tree: Any, count: int, device: Any, root: str) -> tuple[Tensor, list[str]]:
-    """Find rows with numbers that are not finite, without waiting for the device.
-
-    Args:
-        tree: tensors [count, ...].
-        count: number of rows.
-        device: where the answer is wanted.
-        root: first part of the tensors' names.
-
-    Returns:
-        For each row the place of its first tensor that is not finite, -1 where all are; and the tensors' names.
-    """
-    first = torch.full((count,), -1, device=device)
-    for place, leaf in enumerate(leaves(tree)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-            # The largest number of a row tells whether all are finite, in one look at each.
-            finite = torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
-            first = torch.where((first < 0) & ~finite, place, first)
-    return first, paths(tree, root)
+@contextlib.contextmanager
+def outside_transformations() -> Iterator[None]:
+    """Leave vmap, grad and tracing, inside which a tensor that is made to be kept would be a wrapper of theirs."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield

@@ -25,10 +25,11 @@ from perfed.core.messages import Down, Up, Uploads
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
-from perfed.core.tree import first_not_finite, integers, leaves, rows, send, tree_map
+from perfed.core.tree import integers, leaves, rows, send, tree_map
 from perfed.engines.client_states import States
 from perfed.engines.f1_auc import full_scores
 from perfed.engines.scores import Scores
+from perfed.engines.trees import first_not_finite
 from perfed.wire.base import Transform
 from perfed.wire.identity import Identity
 
@@ -184,7 +185,7 @@ class Engine(ABC):
     """Whoever carries out exchanges and evaluations, for one or more runs that are alike but for seed and rate."""
 
     name: ClassVar[str]
-    kernels: ClassVar[bool] = False
+    kernels = False  # whether a method's model uses kernels for whole cohorts
 
     def __init__(self, *jobs: Job, train_scores: bool = False, memory: Sequence[int | None] = (None,)):
         """Make an engine.
@@ -202,13 +203,9 @@ class Engine(ABC):
 
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
-        model = FastModel(job.method.model, kernels=self._with_kernels)
+        model = FastModel.of(job.method.model, kernels=self.kernels)
         population = job.method.population or len(job.clients)
         return replace(job, method=replace(job.method, model=model, population=population))
-
-    @property
-    def _with_kernels(self) -> bool:
-        return False
 
     @property
     def method(self) -> Method:

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from perfed.accel.fast import kernels_run
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
 from perfed.core.method import Method
 from perfed.core.model import Batch
-from perfed.core.random import smallest, tickets
+from perfed.core.random import mix, smallest, tickets
 from perfed.core.tree import flatten, integers, leaves, unflatten
 
 if TYPE_CHECKING:
@@ -33,24 +32,24 @@ EXACT = 32  # up to so many active clients there is a record for each number
 PIECE = 64  # samples per client in one recorded piece of a mean: one for all, and few, as the last one is filled up
 
 
-def holding(method: Method, tensors: dict[str, Tensor]) -> Method:
-    """The method with tensors in place of some settings."""
-    if not tensors:
+def holding(method: Method, settings: dict[str, Any]) -> Method:
+    """Return the method with other settings, which may be tensors."""
+    if not settings:
         return method
-    held = copy.copy(method)
-    for name, tensor in tensors.items():
-        object.__setattr__(held, name, tensor)  # frozen for everybody else
-    return held
+    changed = copy.copy(method)
+    for name, value in settings.items():
+        object.__setattr__(changed, name, value)  # frozen for everybody else
+    return changed
 
 
 def held_by(method: Any) -> dict[str, Tensor]:
-    """Settings that are tensors: they must pass through the engine like everything that differs between clients."""
+    """Return settings that are tensors: they pass through the engine like everything that differs between clients."""
     return {name: value for name, value in vars(method).items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some clients as rows; their sizes are known to the host, so no step waits for the device."""
+    """Hold clients as rows; their sizes are known to the host, so no step waits for the device."""
 
     clients: Clients
     ids: tuple[int, ...]
@@ -61,31 +60,31 @@ class Block:
     done: list[int] | None  # epochs that each client finishes, where there are stragglers
 
     def plans(self, plan: Plan) -> list[Plan]:
-        """What each client does of a plan."""
+        """Return what each client does of a plan."""
         return [plan.shortened(done, self.epochs) for done in self.done] if self.done else [plan] * len(self.ids)
 
     def size(self, split: str) -> list[int]:
-        """Samples of each client, on the host."""
+        """Return the samples of each client, as numbers on the host."""
         return [self.clients.split(split).size[id] for id in self.ids]
 
     def sizes(self, split: str) -> Tensor:
-        """The same on the device."""
+        """Return the samples of each client, as a tensor on the device."""
         return self.clients.split(split).sizes.index_select(0, self.where)
 
     def start(self, split: str) -> Tensor:
-        """First row of each client."""
+        """Return the first row of each client."""
         return self.clients.split(split).starts.index_select(0, self.where)
 
     def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
+        """Gather samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
         source = self.clients.split(split)
-        at = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # a client without samples has no first
-        x = self.clients.ready(source.x[at.flatten()], self.dtype)
-        return x.unflatten(0, at.shape), source.y[at]
+        rows = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
+        x = self.clients.ready(source.x[rows.flatten()], self.dtype)
+        return x.unflatten(0, rows.shape), source.y[rows]
 
 
 class BlockData(Data):
-    """What one client of a block sees; its loops reach the block's rules."""
+    """Give a method one client of a block; its loops reach the block's rules."""
 
     def __init__(
         self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int, done: Tensor | None
@@ -110,13 +109,13 @@ class BlockData(Data):
 
 
 class _Result:
-    """The form of what a function returns, known once it has run."""
+    """Remember the form of what a function returns, known once it has run."""
 
     form: Any = None
 
 
 class _Loop(torch.autograd.Function):
-    """An operation that only exists for a block: outside vmap there is nothing to do it for."""
+    """Stand for an operation on a whole block, which nothing but vmap may call."""
 
     @staticmethod
     def forward(*args: Any) -> Any:  # noqa: ARG004
@@ -127,14 +126,14 @@ class _Loop(torch.autograd.Function):
 
 
 def _sorted_rows(totals: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """Rows with the most steps first, the way back, and the sorted totals."""
+    """Return rows with the most steps first, the way back, and the sorted totals."""
     order = sorted(range(len(totals)), key=lambda row: -totals[row])
-    back = sorted(range(len(totals)), key=lambda at: order[at])
+    back = sorted(range(len(totals)), key=lambda place: order[place])
     return order, back, [totals[row] for row in order]
 
 
 def _active(totals: list[int], step: int) -> int:
-    """How many rows, sorted by totals, still have a step to take."""
+    """Return how many rows, sorted by totals, still have a step to take."""
     return sum(total > step for total in totals)
 
 
@@ -145,10 +144,10 @@ class _Fold(_Loop):
     ):
         count = info.batch_size
         inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
-        batched = [at < carried or d is not None for at, d in enumerate(in_dims[6:])]
-        for at in range(carried):
-            if in_dims[6 + at] is None:
-                inside[at] = inside[at].expand(count, *inside[at].shape)
+        batched = [place < carried or d is not None for place, d in enumerate(in_dims[6:])]
+        for place in range(carried):
+            if in_dims[6 + place] is None:
+                inside[place] = inside[place].expand(count, *inside[place].shape)
 
         size, plans = block.size("train"), block.plans(plan)
         order, back, totals = _sorted_rows([mine.total(n) for mine, n in zip(plans, size, strict=True)])
@@ -158,8 +157,9 @@ class _Fold(_Loop):
             where = integers(order, key.device)
             key, start, sizes = key[where], start[where], sizes[where]
             inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
-        keys = [plan.key(key, draw) for draw in range(plan.draws)]
-        index = [_table(k, size, sizes, totals, plan) for k in keys]  # each [rows, steps, batch]
+        machine = block.runner.machine(key.device)
+        keys = [plan.key(key, draw, machine.mix if machine else mix) for draw in range(plan.draws)]
+        index = [_table(k, size, sizes, totals, plan, machine) for k in keys]  # each [rows, steps, batch]
         fold = Fold(block, step, form, carried, batched, plan, keys, index, start, size, totals)
         final = fold.recorded(inside) if block.runner.recorder else fold.plain(inside)
         if moved:
@@ -170,19 +170,19 @@ class _Fold(_Loop):
 
 @dataclass(frozen=True)
 class Fold:
-    """A fold of a whole block, its rows sorted by their number of steps."""
+    """Carry out a fold of a whole block, its rows sorted by their number of steps."""
 
     block: Block
     step: Any
-    form: Any
-    carried: int
-    batched: list[bool]
+    form: Any  # how (carry, (given, settings)) is put together from tensors
+    carried: int  # how many of these tensors are the carry
+    batched: list[bool]  # which of them have a row for each client
     plan: Plan
-    keys: list[Tensor]
-    index: list[Tensor]
-    start: Tensor
-    size: list[int]
-    totals: list[int]
+    keys: list[Tensor]  # for each draw [rows]
+    index: list[Tensor]  # for each draw [rows, steps, slots]
+    start: Tensor  # [rows], first samples
+    size: list[int]  # samples of each row
+    totals: list[int]  # steps of each row
 
     def _slots(self) -> int:
         return self.index[0].shape[2] if self.index else 0
@@ -194,7 +194,7 @@ class Fold:
         runner.count(executed * self.plan.draws, useful * self.plan.draws)
 
     def plain(self, inside: list[Tensor]) -> list[Tensor]:
-        """Step by step, with PyTorch's own operations."""
+        """Run step by step, with PyTorch's own operations."""
         plan, runner, count = self.plan, self.block.runner, len(self.size)
         carry, given = inside[: self.carried], inside[self.carried :]
         final = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in carry]
@@ -203,40 +203,41 @@ class Fold:
             width = runner.width(active, count)
             _put_away(final, carry, active, before)  # rows that have just finished
             carry, before = [c[:width] for c in carry], active
-            some = [g[:width] if b else g for g, b in zip(given, self.batched[self.carried :], strict=True)]
-            for at in range(first, first + steps):
-                partial = any(_partial(n, plan, at) for n in self.size[:active])
+            theirs = [g[:width] if b else g for g, b in zip(given, self.batched[self.carried :], strict=True)]
+            for step in range(first, first + steps):
+                partial = any(_partial(n, plan, step) for n in self.size[:active])
                 batches = []
                 for table, k in zip(self.index, self.keys, strict=True):
-                    x, y = self.block.gather("train", table[:width, at], self.start[:width])
-                    weight = (table[:width, at] >= 0).to(self.block.dtype) if partial else None
-                    batches.append(Batch(x, y, weight, step_key(k[:width], at)))
-                old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *some])
-                if at == 0:
+                    x, y = self.block.gather("train", table[:width, step], self.start[:width])
+                    weight = (table[:width, step] >= 0).to(self.block.dtype) if partial else None
+                    batches.append(Batch(x, y, weight, step_key(k[:width], step)))
+                old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *theirs])
+                if step == 0:
                     refuse_other_form(shapes(old), shapes(carry))
         _put_away(final, carry, 0, before)
         self._count()
         return final
 
     def recorded(self, inside: list[Tensor]) -> list[Tensor]:
-        """The same as a row of recorded graphs."""
+        """Run as a row of recorded graphs."""
         plan, runner = self.plan, self.block.runner
+        assert runner.recorder is not None
         if not self.totals or not self.totals[0]:
             return [t.contiguous() for t in inside[: self.carried]]
         sizes = set(self.block.clients.train.size)
         weighted = any(n % plan.batch_size for n in sizes)
         body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
-        key = ("fold", plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        key = ("fold", self.block.clients, plan, weighted, *runner.identity(self.step, self.form, self.batched))
         shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
         keyed = check_step(self.step)[1].model.keyed
-        some = (self.block, "train", body, inside, self.batched, self.carried)
-        loop = runner.loop(key, *some, shape, keyed, weighted)
+        about = (self.block.clients, "train", self.block.dtype, keyed, weighted, body, self.carried)
+        loop = runner.recorder.loop(key, inside, self.batched, shape, *about)
         self._count()
         return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start), self.totals)
 
 
 def _phases(totals: list[int]) -> list[tuple[int, int, int]]:
-    """(first step, steps, active rows) of rows sorted by totals: between two of them somebody finishes."""
+    """Return (first step, steps, active rows) of rows sorted by totals; between two phases somebody finishes."""
     ends = sorted({t for t in totals if t > 0})
     return [(a, b - a, _active(totals, a)) for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -248,56 +249,54 @@ def _put_away(final: list[Tensor], carry: list[Tensor], first: int, end: int) ->
 
 
 def _partial(size: int, plan: Plan, step: int) -> bool:
-    """Whether this client's batch at this step is smaller than a full one."""
+    """Return True if the batch of a client with `size` samples is smaller than a full one at this step."""
     return size % plan.batch_size != 0 and step % plan.batches(size) == plan.batches(size) - 1
 
 
-def _table(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan) -> Tensor:
-    """Sample numbers of every step [rows, steps, batch], -1 where a batch is not full; finished rows keep -1 only.
+def _table(
+    key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan, machine: Recorder | None = None
+) -> Tensor:
+    """Return sample numbers of every step [rows, steps, batch], -1 where a batch is not full or a row has finished.
 
     All epochs at once, and only on the device: the host knows how large things are and waits for nothing.
     """
     steps, slots = (totals[0] if totals else 0), min(plan.batch_size, max(size, default=0))
     if not steps:
         return torch.full((len(size), 0, slots), -1, device=key.device)
-    order, total = _order(key, size, sizes, totals, plan), integers(totals, key.device)
-    if key.is_cuda and kernels_run(key):
-        from perfed.accel import kernels
-
-        return kernels.batches(order, sizes, total, plan.batch_size, steps, slots)
+    order, total = _order(key, size, sizes, totals, plan, machine), integers(totals, key.device)
+    if machine:
+        return machine.batches(order, sizes, total, plan.batch_size, steps, slots)
     step = torch.arange(steps, device=key.device)
     each = (-(-sizes // plan.batch_size)).clamp_min(1)[:, None]  # [rows, 1] steps of an epoch
     which = (step // each).clamp_max(len(order) - 1)  # [rows, steps]
     place = (step % each * plan.batch_size)[:, :, None] + torch.arange(slots, device=key.device)
     inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
     row = torch.arange(len(size), device=key.device)[:, None, None]
-    found = order[which[:, :, None], row, place.clamp_max(order.shape[2] - 1)]
-    return torch.where(inside, found, -1)
+    return torch.where(inside, order[which[:, :, None], row, place.clamp_max(order.shape[2] - 1)], -1)
 
 
-def _order(key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan) -> Tensor:
-    """The samples of every row in every epoch's order, as many as somebody needs: [epochs, rows, samples]."""
+def _order(
+    key: Tensor, size: list[int], sizes: Tensor, totals: list[int], plan: Plan, machine: Recorder | None = None
+) -> Tensor:
+    """Return the samples of every row in every epoch's order, as many as somebody needs: [epochs, rows, samples]."""
     work = list(zip(size, totals, strict=True))
     epochs = max(-(-t // plan.batches(n)) for n, t in work if t)
     first = max(min(n, t * plan.batch_size) for n, t in work)
-    # Who has many samples may not come to a second epoch, and who does may have few.
+    # A row with many samples may not come to a second epoch, and the rows that do may have few.
     again = max((n for n, t in work if t > plan.batches(n)), default=0)
     parts = [(0, epochs, max(size))] if 2 * again > max(size) else [(0, 1, max(size)), (1, epochs, again)]
-    found = [smallest(_tickets(key, sizes, *part), min(first, part[2])) for part in parts if part[0] < part[1]]
-    if len(found) == 1:
-        return found[0].view(epochs, len(size), -1)
+    draw = machine.tickets if machine else _tickets
+    orders = [smallest(draw(key, sizes, *part), min(first, part[2])) for part in parts if part[0] < part[1]]
+    if len(orders) == 1:
+        return orders[0].view(epochs, len(size), -1)
     order = torch.empty(epochs, len(size), first, dtype=torch.int64, device=key.device)
-    for (begin, end, _), some in zip(parts, found, strict=True):
-        order[begin:end, :, : some.shape[1]] = some.view(end - begin, len(size), -1)
+    for (begin, end, _), samples in zip(parts, orders, strict=True):
+        order[begin:end, :, : samples.shape[1]] = samples.view(end - begin, len(size), -1)
     return order
 
 
 def _tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> Tensor:
-    """What samples are sorted by, of these epochs one after another: [epochs * rows, longest]."""
-    if key.is_cuda and kernels_run(key):
-        from perfed.accel import kernels
-
-        return kernels.tickets(key, sizes, begin, end, longest)
+    """Return what samples are sorted by, of these epochs one after another: [epochs * rows, longest]."""
     seeds = order_key(key, torch.arange(begin, end, device=key.device)[:, None])  # [epochs, rows]
     return tickets(seeds.flatten(), sizes.repeat(end - begin), longest)
 
@@ -327,25 +326,25 @@ class _Mean(_Loop):
 
 @dataclass(frozen=True)
 class Mean:
-    """An exact mean for a whole block, its rows sorted by their number of samples; here as a sum."""
+    """Compute an exact mean for a whole block, its rows sorted by their number of samples; here as a sum."""
 
     block: Block
     fn: Any
-    form: Any
+    form: Any  # how (given, settings) is put together from tensors
     result: _Result
     split: str
-    batched: list[bool]
-    key: Tensor
-    start: Tensor
-    n: Tensor
-    size: list[int]
+    batched: list[bool]  # which of these tensors have a row for each client
+    key: Tensor  # [rows]
+    start: Tensor  # [rows], first samples
+    n: Tensor  # [rows], samples of each row
+    size: list[int]  # the same numbers on the host
 
     def _values(self) -> Callable[..., tuple[Tensor, ...]]:
         function, owner, fixed = check_step(self.fn)
 
         def values(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
-            given, held = unflatten(list(inside), self.form)
-            value = function(holding(owner, held), *fixed, Batch(x, y, weight, key), given)
+            given, settings = unflatten(list(inside), self.form)
+            value = function(holding(owner, settings), *fixed, Batch(x, y, weight, key), given)
             self.result.form = flatten(value)[1]
             return tuple(leaves(value))
 
@@ -356,7 +355,7 @@ class Mean:
         return vmap(self._values(), in_dims=dims)(x, y, weight, key, *inside)
 
     def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
-        """Piece by piece; `most` samples of each client at most, to learn the form of the result."""
+        """Add up piece by piece; `most` samples of each client at most, to learn the form of the result."""
         totals: list[Tensor] = []
         count, longest = len(self.size), self.size[0] if most is None else most
         for first in range(0, max(longest, 1), CHUNK):
@@ -366,8 +365,8 @@ class Mean:
             index = torch.where(place < self.n[:active, None], place, -1)
             x, y = self.block.gather(self.split, index, self.start[:active])
             weight = (index >= 0).to(self.block.dtype)
-            some = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
-            values = self._sum(x, y, weight, self.key[:active], some)
+            theirs = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
+            values = self._sum(x, y, weight, self.key[:active], theirs)
             if not totals:
                 totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
             samples = weight.sum(1)
@@ -376,14 +375,16 @@ class Mean:
         return totals
 
     def recorded(self, inside: list[Tensor]) -> list[Tensor]:
-        """The same as a row of recorded graphs, which add up."""
+        """Add up in a row of recorded graphs."""
         runner, count, values = self.block.runner, len(self.size), self._values()
+        assert runner.recorder is not None
         shapes = tuple(
             (tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in zip(inside, self.batched, strict=True)
         )
-        key = ("mean", self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
+        key = ("mean", self.block.clients, self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
         if key not in runner.forms:
-            runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
+            with runner.recorder.shapes_only():
+                runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
         zeros, self.result.form = runner.forms[key]
 
         def body(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -397,7 +398,8 @@ class Mean:
         inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
         shape = (1, -(-most // slots), slots)
         whole = vmap(body, in_dims=dims)
-        loop = runner.loop(key, self.block, self.split, whole, inside, batched, len(zeros), shape, False, True)
+        about = (self.block.clients, self.split, self.block.dtype, False, True, whole, len(zeros))
+        loop = runner.recorder.loop(key, inside, batched, shape, *about)
         steps = -(-self.size[0] // slots)
         place = torch.arange(steps * slots, device=self.key.device)
         index = torch.where(place < self.n[:, None], place, -1).view(count, steps, slots)
@@ -407,7 +409,7 @@ class Mean:
 
 @dataclass
 class Runner:
-    """Runs one step for the active rows: plainly, compiled, or from a record."""
+    """Run a step for the active rows: plainly, compiled, or from a record."""
 
     compile: bool | str = False  # True, or the name of a torch.compile backend
     blocks: tuple[int, ...] = ()  # allowed numbers of rows; () is any number
@@ -418,42 +420,47 @@ class Runner:
     forms: dict[Any, Any] = field(default_factory=dict)  # what functions of a mean return: (zeros, form)
 
     def width(self, active: int, count: int, exact: int = EXACT) -> int:
-        """Rows to run for this many active ones: rounded up to an allowed number, so that few shapes occur."""
+        """Return how many rows to run for so many active ones, rounded up so that few shapes occur."""
         if self.recorder is not None and active > exact:
             coarse = 2 ** max(active.bit_length() - 4, 0)  # at most an eighth more than needed
             return min(-(-active // coarse) * coarse, count)
         return min(next((b for b in self.blocks if b >= active), count), count) if self.blocks else active
 
     def count(self, executed: int, useful: int) -> None:
+        """Count sample slots: those that were run, and those of them that held a sample."""
         self.executed += executed
         self.useful += useful
 
+    def machine(self, device: torch.device) -> Recorder | None:
+        """Return what does the engine's own work in kernels on this device, if anything does."""
+        return self.recorder if device.type == "cuda" else None
+
     def identity(self, step: Any, form: Any, batched: list[bool]) -> tuple[Any, ...]:
-        """All that a step depends on besides tensors: two instances of a method must not share one record."""
+        """Return all that a step depends on besides tensors: two instances of a method must not share one record."""
         function, method, fixed = check_step(step)
         values = {f.name: getattr(method, f.name) for f in fields(method) if f.name != "model"}
         settings = tuple((name, v) for name, v in values.items() if not isinstance(v, Tensor))
-        precision = torch.backends.cuda.matmul.allow_tf32  # held by a record, too
+        precision = torch.backends.cuda.matmul.allow_tf32  # a record keeps it, too
         return function, type(method), fixed, settings, method.model, form, tuple(batched), precision
 
     def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
-        """The step of a whole block: batches, carry and what is given, all as one row of tensors."""
+        """Return the step of a whole block: batches, carry and what is given, all as one row of tensors."""
         function, method, fixed = check_step(step)
         each = 4 if weighted else 3
         dims = (*(0,) * each * draws, *(0 if b else None for b in batched))
 
-        def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-            got = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
+        def client_step(*tensors: Tensor) -> tuple[Tensor, ...]:
+            make = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
             cut = each * draws
-            some = [got(*tensors[at : at + each]) for at in range(0, cut, each)]
-            carry, (given, held) = unflatten(list(tensors[cut:]), form)
-            batch = some[0] if len(some) == 1 else tuple(some)
-            return tuple(leaves(function(holding(method, held), *fixed, carry, batch, given)))
+            batches = [make(*tensors[first : first + each]) for first in range(0, cut, each)]
+            carry, (given, settings) = unflatten(list(tensors[cut:]), form)
+            batch = batches[0] if draws == 1 else tuple(batches)
+            return tuple(leaves(function(holding(method, settings), *fixed, carry, batch, given)))
 
-        return vmap(one, in_dims=dims)
+        return vmap(client_step, in_dims=dims)
 
     def step(self, step: Any, form: Any, batched: list[bool], batches: list[Batch], inside: list[Tensor]) -> list:
-        """The carry after one step of all rows."""
+        """Return the carry after one step of all rows."""
         weighted = batches[0].weight is not None
         whole = self.batch_step(step, form, batched, len(batches), weighted)
         flat = [t for b in batches for t in b if t is not None]
@@ -470,38 +477,13 @@ class Runner:
         def run(*tensors: Any) -> Any:
             return batch_step(*tensors)
 
-        # Dynamo counts recompilations per code object and vmap's wrapper is one object for all: each step gets its own.
+        # Dynamo counts recompilations per code object, and vmap's wrapper is one object for all steps.
         run.__code__ = run.__code__.replace(co_name=f"step_{len(self.compiled)}")
         backend = self.compile if isinstance(self.compile, str) else "inductor"
         return torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
 
-    def loop(
-        self,
-        key: tuple[Any, ...],
-        block: Block,
-        split: str,
-        body: Callable[..., Any],
-        inside: list[Tensor],
-        batched: list[bool],
-        carried: int,
-        shape: tuple[int, int, int],  # draws, most steps, slots of a batch
-        keyed: bool,
-        weighted: bool,
-    ) -> Loop:
-        """Where a fold of this kind is recorded; another one where rows or numbers have another shape."""
-        assert self.recorder is not None
-        rows = next(t.shape[0] for t, b in zip(inside, batched, strict=True) if b)
-        one = tuple((t.shape[1:] if b else t.shape, t.dtype) for t, b in zip(inside, batched, strict=True))
-        from perfed.accel.loops import Loop
-
-        make = lambda pool: Loop.make(
-            block.clients, split, block.dtype, keyed, weighted, body, inside, batched, carried, shape, rows, pool
-        )
-        # By its clients too: a record reads their tables, and several runs in one batch have tables of their own.
-        return self.recorder.loop((*key, id(block.clients), shape, one), rows, make)
-
     def replay(self, loop: Loop, carry: list[Tensor], totals: list[int], exact: int = EXACT) -> list[Tensor]:
-        """All steps of a loaded loop, whose rows are sorted by totals; what the rows end with."""
+        """Take all steps of a loaded loop, whose rows are sorted by totals, and return what the rows end with."""
         assert self.recorder is not None
         final, before = [torch.empty_like(c) for c in carry], len(totals)
         for _, steps, active in _phases(totals):

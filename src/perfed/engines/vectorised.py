@@ -6,6 +6,7 @@ into blocks, and put together again; the cohorts of several runs that are alike 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
@@ -16,29 +17,19 @@ from torch import Tensor
 from torch.func import vmap
 
 from perfed.accel.autotune import prepared
-from perfed.accel.fast import fast as with_kernels
-from perfed.accel.fast import use_kernels
 from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
-from perfed.core.model import Batch
-from perfed.core.random import derive
+from perfed.core.model import Batch, Model
+from perfed.core.random import derive, mix
 from perfed.core.tree import integers, tree_map
 from perfed.engines.base import Engine, Job, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 
 
-def recorder() -> Any:
-    """Make a recorder of steps."""
-    from perfed.accel.loops import Recorder  # needs Triton
-
-    use_kernels()
-    return Recorder()
-
-
 class Vectorised(Engine):
-    """All clients of a block at once; on a GPU as fast as one client."""
+    """Run all clients of a block at once; on a GPU as fast as one client."""
 
     name = "vectorised"
 
@@ -61,14 +52,17 @@ class Vectorised(Engine):
             fast: use kernels for whole cohorts, and recorded steps.
             options: those of every engine.
         """
-        self.fast, self.block = fast, block
+        self.kernels, self.block = fast, block
         super().__init__(*jobs, **options)
         self.clients, self.offsets = self._one_table()
-        self.runner = Runner(compile, tuple(sorted(sizes)), recorder() if fast else None)
+        self.runner = Runner(compile, tuple(sorted(sizes)))
+        if fast:
+            from perfed.accel.loops import Recorder  # needs Triton
+
+            self.runner.recorder = Recorder()
         _refuse_unlike(self.jobs)
-        self.method.model.seeds = tuple(job.method.seed for job in self.jobs)
-        for seed in self.method.model.seeds:
-            self.method.model.init(seed)  # inside a batch no network can be built
+        seeds = [job.method.seed for job in self.jobs]
+        self._model_of_all = with_starts(self.method.model, seeds) if len(seeds) > 1 else self.method.model
         for split in SPLITS:
             y = self.clients.split(split).y
             known = not len(y) or 0 <= int(y.min()) <= int(y.max()) < self.clients.classes
@@ -76,7 +70,7 @@ class Vectorised(Engine):
                 raise Problem(f"a label of the {split} samples is not one of the {self.clients.classes} classes")
 
     def _one_table(self) -> tuple[Clients, list[int]]:
-        """Lay the clients of all runs into one table; returns it, and each run's first place in it."""
+        """Lay the clients of all runs into one table; return it, and each run's first place in it."""
         device = self.method.model.device
         tables = [job.clients for job in self.jobs]
         if all(_same_samples(table, tables[0]) for table in tables):
@@ -91,7 +85,7 @@ class Vectorised(Engine):
 
     @property
     def useful(self) -> float:
-        """Share of the executed sample slots that held a sample."""
+        """Return the share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
 
     def _each(self, works: Sequence[Work]) -> list[Results]:
@@ -117,9 +111,13 @@ class Vectorised(Engine):
     def _rate(self, method: Method, batch: Batch, models: dict[str, Tensor]) -> Any:
         if self.runner.recorder is None:
             return super()._rate(method, batch, models)
-        with with_kernels():  # a block of one: the same kernels
-            client = lambda x, y: method.rate(Batch(x, y, None, batch.key), models)
-            return tree_map(lambda t: t[0], prepared(lambda: vmap(client)(batch.x[None], batch.y[None])))
+        client = lambda x, y: method.rate(Batch(x, y, None, batch.key), models)  # a block of one, for the kernels
+        return tree_map(lambda t: t[0], prepared(lambda: vmap(client)(batch.x[None], batch.y[None])))
+
+    def weighted_sum(self, share: Tensor, stacked: Tensor) -> Tensor:
+        """Return share.T @ stacked in float64; with kernels on a GPU in a single launch."""
+        machine = self.runner.machine(stacked.device)
+        return machine.weighted_sum(share, stacked) if machine else super().weighted_sum(share, stacked)
 
     def _send(self, numbers: Sequence[int]) -> Tensor:
         return integers(numbers, self.method.model.device)
@@ -140,8 +138,12 @@ class Vectorised(Engine):
         done = [finishes(works[place], row) for place, row in rows] if any(work.done for work in works) else None
         block = Block(self.clients, table, self._send(table), self.runner, method.model.dtype, method.epochs, done)
         states, own = take([work.states for work in works]), take([work.down.own for work in works])
-        keys = derive(torch.stack([work.key for work in works]).index_select(0, whose), where)
+        machine = self.runner.machine(where.device)
+        keys = torch.stack([work.key for work in works]).index_select(0, whose)
+        keys = derive(keys, where, mix=machine.mix if machine else mix)
         varied = {name: values.index_select(0, whose) for name, values in _varied(jobs).items()}
+        if "seed" in varied:
+            method = holding(method, {"model": self._model_of_all})
         shared = works[0].down.shared  # for all rows, where there is one run
         if len(works) > 1:
             shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(work.down.shared for work in works))
@@ -157,6 +159,20 @@ class Vectorised(Engine):
         dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(works) == 1 else 0)
         epochs = None if done is None else self._send(done)
         return vmap(client, in_dims=dims)(states, own, keys, sizes, varied, epochs, shared)
+
+
+def with_starts(model: Model, seeds: Sequence[int]) -> Model:
+    """Return the model with an `init` that also takes a tensor under vmap, each client's own of these seeds."""
+    starts, known = torch.stack([model.init(seed) for seed in seeds]), torch.tensor(seeds, device=model.device)
+
+    def init(seed: int | Tensor) -> Tensor:
+        if not isinstance(seed, Tensor):
+            return model.init(seed)
+        return starts.index_select(0, (known == seed).int().argmax(0, True))[0]
+
+    view = copy.copy(model)
+    view.init = init
+    return view
 
 
 def join(several: Sequence[Clients]) -> Clients:
@@ -186,7 +202,7 @@ def part(clients: Clients, first: int, last: int) -> Clients:
 
 
 def _alike(first: Tensor | None, second: Tensor | None) -> bool:
-    """Return True if two tensors are equal, or both are missing."""
+    """Return True if both tensors are equal, or both are missing."""
     return first is second or (first is not None and second is not None and torch.equal(first, second))
 
 

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
-from perfed.core.tree import pack, rows, stack, tree_map, unpack
+from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Evaluation, Job, Results, Task, Training, Work
 from perfed.engines.local import ClientError, Sequential
+from perfed.engines.trees import pack, unpack
 
 
 def cores() -> int:

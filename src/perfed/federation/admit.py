@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from perfed.core.messages import Uploads
-from perfed.core.tree import first_not_finite
 from perfed.engines.base import Reply
+from perfed.engines.trees import first_not_finite
 
 NOT_FINITE = "it holds numbers that are not finite"
 BAD_WEIGHT = "it is negative or not finite"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import hyper
 from perfed.core.messages import Up
-from perfed.core.model import Model, average
+from perfed.core.model import average
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.shared.two_widths import TwoWidths, last_block
 
@@ -52,7 +52,7 @@ class FedAlign(FedAvg):
         if block not in (known := [name for name, _ in net.named_modules() if name]):
             raise Problem(f"fedalign.module: the network has no module '{block}'{nearest(block, known)}")
         build = lambda: TwoWidths(one.build(), block, self.omega)
-        return Model(build, dtype=one.dtype, device=one.device, rewrite=False)
+        return one.like(build)
 
     def spectral(self, features):
         """The spectral norm of each sample's T."""

@@ -18,7 +18,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from perfed.core.errors import Problem
-from perfed.core.tree import pack, unpack
+from perfed.engines.trees import pack, unpack
 
 
 def write(path: Path, content: bytes | str | Iterable[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Convolution layers of a whole cohort, every client with its own weights, as implicit matrix products on a GPU.
+"""Convolution layers of a whole cohort, every client with its own weights, as implicit matrix products.
 
 One layer is convolution, bias, ReLU and 2x2 pooling in one kernel. Inside, images are channels-last [C, B, H, W, I] and
 weights taps-first [C, k*k*I, O], both padded to a multiple of four channels, so that loads are 16 bytes wide. A pooled
@@ -22,26 +22,27 @@ import triton.language as tl
 from torch import Tensor
 
 from perfed.accel import autotune
+from perfed.accel.kernels import next_two, precision
 
 NONE, MAX, AVG = 0, 1, 2  # pools
 
 
 class Layer(NamedTuple):
-    """What a convolution layer is, besides its numbers."""
+    """Describe a convolution layer, all but its numbers."""
 
     kernel: int
     stride: int = 1
     padding: int = 0
     relu: bool = False
     pool: int = NONE
-    flat: bool = False  # whether a flattening comes next: then the output's channels come first, as PyTorch's do
+    flat: bool = False  # a flattening comes next: then the output's channels come first, as PyTorch's do
 
     def outer(self, size: int) -> int:
-        """Pixels along one side after the convolution."""
+        """Return the pixels along one side after the convolution."""
         return (size + 2 * self.padding - self.kernel) // self.stride + 1
 
     def pooled(self, size: int) -> int:
-        """Pixels along one side after the pool; an odd last one is left out, as PyTorch does."""
+        """Return the pixels along one side after the pool; an odd last one is left out, as PyTorch does."""
         return self.outer(size) // 2 if self.pool else self.outer(size)
 
 
@@ -53,7 +54,7 @@ def _patches(
     x, base, off, iy, ix, ky, kx, ok,
     DY: tl.constexpr, DX: tl.constexpr, H: tl.constexpr, W: tl.constexpr, I: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """What the windows so many pixels below and beside these see: one row for each window, one column for each tap."""
+    """Load what windows DY pixels below and DX beside these see: one row for each window, one column for each tap."""
     inside = ok
     if PAD > 0:
         yy = iy[:, None] + (ky + DY)[None, :]
@@ -150,7 +151,7 @@ def _unpooled(
     HO: tl.constexpr, WO: tl.constexpr, HP: tl.constexpr, WP: tl.constexpr, O: tl.constexpr, REAL_O: tl.constexpr,
     RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before ReLU and pool of these pixels and channels of a client.
+    """Return the gradient before ReLU and pool of these pixels and channels of a client.
 
     Without a pool `which` is the layer's output, whose sign says where ReLU was on, and lies as the gradient does.
     """
@@ -162,14 +163,14 @@ def _unpooled(
     inside = ok[:, None] & (n < O)[None, :] & (py < HP)[:, None] & (px < WP)[:, None]
     last = ((t // HO * HP + py) * WP + px)[:, None] * O + n[None, :]
     if FLAT:
-        at = ((t // HO)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
-        v = tl.load(g + at, mask=inside & (n < REAL_O)[None, :], other=0.0)
+        place = ((t // HO)[:, None] * REAL_O + n[None, :]) * (HP * WP) + (py * WP + px)[:, None]
+        v = tl.load(g + place, mask=inside & (n < REAL_O)[None, :], other=0.0)
     else:
-        at = last
-        v = tl.load(g + at, mask=inside, other=0.0)
+        place = last
+        v = tl.load(g + place, mask=inside, other=0.0)
     if POOL == 0:
         if RELU:
-            v = tl.where(tl.load(which + at, mask=inside & (n < REAL_O)[None, :], other=0.0) <= 0, 0.0, v)
+            v = tl.where(tl.load(which + place, mask=inside & (n < REAL_O)[None, :], other=0.0) <= 0, 0.0, v)
     else:
         q = ((oy % 2) * 2 + ox % 2)[:, None]
         if POOL == 1:
@@ -189,7 +190,7 @@ def _before_pool(
     RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, DENSE: tl.constexpr, TURNED: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before ReLU and pool, dense [C, B, HO, WO, O] and turned [C, O, B*HO*WO]."""
+    """Write the gradient before ReLU and pool, dense [C, B, HO, WO, O] and turned [C, O, B*HO*WO]."""
     c = tl.program_id(1).to(tl.int64)
     M = B * HO * WO
     r = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -213,7 +214,7 @@ def _weight_grad(
     RELU: tl.constexpr, POOL: tl.constexpr, FLAT: tl.constexpr, BIAS: tl.constexpr, PREC: tl.constexpr,
     TURNED: tl.constexpr, FUSED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A slice of the weights' gradient; `g` is dense or turned, or as it comes, before ReLU and pool (FUSED)."""
+    """Add a slice of the weights' gradient; `g` is dense or turned, or as it comes, after ReLU and pool (FUSED)."""
     c = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
     kk = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -268,7 +269,7 @@ def _add_up(
     SPLIT: tl.constexpr, I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr,
     TAPS: tl.constexpr, BIAS: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Slices of the weight gradient added in order, from taps first to PyTorch's [O, I, k, k].
+    """Add slices of the weight gradient in order, from taps first to PyTorch's [O, I, k, k].
 
     The loops are unrolled: all slices are asked for at once, or each addition would wait for its own.
     """
@@ -281,8 +282,8 @@ def _add_up(
     acc = tl.zeros((BJ, BN), tl.float32)
     for s in tl.static_range(SPLIT):
         acc += tl.load(dw + (s * C + c) * K * O + kk[:, None] * O + n[None, :], mask=m, other=0.0)
-    at = n[None, :] * (REAL_I * TAPS) + j[:, None]
-    tl.store(w + c * REAL_O * REAL_I * TAPS + at, acc, mask=m & (n < REAL_O)[None, :])
+    place = n[None, :] * (REAL_I * TAPS) + j[:, None]
+    tl.store(w + c * REAL_O * REAL_I * TAPS + place, acc, mask=m & (n < REAL_O)[None, :])
     if BIAS:  # noqa: SIM102
         if tl.program_id(0) == 0:
             total = tl.zeros((BN,), tl.float32)
@@ -297,7 +298,7 @@ def _arrange(
     I: tl.constexpr, O: tl.constexpr, REAL_I: tl.constexpr, REAL_O: tl.constexpr, TAPS: tl.constexpr,
     BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """The way back: weights [O, I, k, k] as taps [k*k*I, O], with zeros for the channels that are added."""
+    """Lay weights [O, I, k, k] out as taps [k*k*I, O], with zeros for the channels that are added."""
     c = tl.program_id(1).to(tl.int64)
     j = tl.program_id(0) * BJ + tl.arange(0, BJ)
     n = tl.arange(0, BN)
@@ -338,8 +339,8 @@ def _input_grad(
             ty = ty // STRIDE
             tx = tx // STRIDE
         inside = inside & (ty < HO) & (tx < WO)
-        at = ((first + ty) * WO + tx) * O + o0
-        ga = tl.load(g + at[:, None] + o[None, :], mask=inside[:, None] & (o0 + o < O)[None, :], other=0.0)
+        place = ((first + ty) * WO + tx) * O + o0
+        ga = tl.load(g + place[:, None] + o[None, :], mask=inside[:, None] & (o0 + o < O)[None, :], other=0.0)
         wa = tl.load(
             w + (tap * I + n)[None, :] * O + o0 + o[:, None], mask=(n < I)[None, :] & (o0 + o < O)[:, None], other=0.0
         )
@@ -348,11 +349,6 @@ def _input_grad(
 
 
 # ---------------------------------------------------------------------------------------------------- launches
-
-
-def next_two(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _up2(n: int) -> int:
@@ -364,7 +360,7 @@ def _up4(n: int) -> int:
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """[C, B, I, H, W] as contiguous [C, B, H, W, I'], I' a multiple of four; a copy only where it is not that yet."""
+    """Return [C, B, I, H, W] as contiguous [C, B, H, W, I'], I' a multiple of four; copy only where needed."""
     C, B, I, H, W = x.shape
     P = _up4(I)
     strides = (B * H * W * P, H * W * P, 1, W * P, P)
@@ -378,12 +374,12 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def channels_first(x: Tensor, channels: int) -> Tensor:
-    """The view back."""
+    """Return the view [C, B, I, H, W] of what `channels_last` gives."""
     return x[..., :channels].permute(0, 1, 4, 2, 3)
 
 
 def _taps(w: Tensor) -> Tensor:
-    """[C, O, I, k, k] as [C, k*k*I', O']."""
+    """Return [C, O, I, k, k] as [C, k*k*I', O']."""
     C, O, I, k, _ = w.shape
     if w.stride()[1:] != (I * k * k, k * k, k, 1):
         w = w.contiguous()
@@ -397,12 +393,8 @@ def _options(c: dict[str, int]) -> dict[str, int]:
     return {"num_warps": c["warps"], "num_stages": c["stages"]}
 
 
-def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer's output [C, B, O, HP, WP], what its gradient needs to know of the pool, and the weights as taps."""
+    """Return the output [C, B, O, HP, WP], what its gradient needs to know of the pool, and the weights as taps."""
     xl, wl = channels_last(x), _taps(w)
     C, B, H, W, I = xl.shape
     O, real = wl.shape[2], w.shape[1]
@@ -418,11 +410,11 @@ def forward(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> tuple[Tenso
         grid = (triton.cdiv(B * HP * WP, bm), triton.cdiv(O, bn), C)
         args = (
             xl, wl, bl, y, which, wl.stride(0), bl.stride(0), B, H, W, HP, WP, I, O, real, layer.kernel, layer.stride,
-            layer.padding, layer.relu, layer.pool, flat, b is not None, noted, _precision(), bm, bn, c["BK"],
+            layer.padding, layer.relu, layer.pool, flat, b is not None, noted, precision(), bm, bn, c["BK"],
         )  # fmt: skip
         return autotune.Call(_forward, grid, args, _options(c))
 
-    autotune.run("forward", (C, B, H, W, I, O, *layer, b is not None, _precision()), launch, x.device, (y, which))
+    autotune.run("forward", (C, B, H, W, I, O, *layer, b is not None, precision()), launch, x.device, (y, which))
     return y if flat else channels_first(y, real), channels_first(which, real) if noted else x.new_empty(C, 0), wl
 
 
@@ -430,7 +422,7 @@ def backward(
     g: Tensor, x: Tensor, wl: Tensor, y: Tensor, which: Tensor, layer: Layer, channels: tuple[int, int], bias: bool,
     need: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of input (empty unless needed), weight and bias (empty without one); `wl` are the taps."""
+    """Return the gradients of input (empty unless needed), weight, and bias (empty without one); `wl` are the taps."""
     xl, (real_o, real_i) = channels_last(x), channels
     C, B, H, W, I = xl.shape
     O, k = wl.shape[2], layer.kernel
@@ -440,12 +432,12 @@ def backward(
     gl = g.contiguous() if flat else channels_last(g)
     pooled = layer.pool and which.numel()
     noted = channels_last(which) if pooled else y.contiguous() if flat else channels_last(y)
-    room = functools.cache(lambda _: gl.new_empty(C, B, HO, WO, O))  # one of each kind, whoever needs it
+    room = functools.cache(lambda _: gl.new_empty(C, B, HO, WO, O))  # each kind once, whoever needs it
     dense = gl if plain else room("dense") if need else None
     bn = _up2(O)
     bp = max(16, 4096 // bn)
 
-    shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, _precision())
+    shape = (C, B, H, W, I, O, k, layer.stride, layer.padding, precision())
     dw, db = gl.new_empty(C, real_o, real_i, k, k), gl.new_empty(C, real_o if bias else 0)
 
     def weights(c: dict[str, int]) -> autotune.Call:
@@ -457,10 +449,10 @@ def backward(
         bj = max(4, 512 // bn)  # few for each program: there may be little to add, and all of it is waited for
         whole = (dw_all, db_all, dw, db, C, S, I, O, real_i, real_o, k * k, bias, bn, bj)
         add = autotune.Call(_add_up, (triton.cdiv(k * k * real_i, bj), C), whole, {})
-        how = (layer.relu, layer.pool, flat) if fused else (False, NONE, False)
+        after = (layer.relu, layer.pool, flat) if fused else (False, NONE, False)
         args = (
             xl, gl if fused else turned if turn else spread, noted, dw_all, db_all, B, S, H, W, HO, WO, HP, WP, I, O,
-            real_o, k, layer.stride, layer.padding, *how, bias, _precision(), turn, fused, c["BM"], bn, c["BK"],
+            real_o, k, layer.stride, layer.padding, *after, bias, precision(), turn, fused, c["BM"], bn, c["BK"],
         )  # fmt: skip
         product = autotune.Call(_weight_grad, (triton.cdiv(k * k * I, c["BK"]), S, C), args, _options(c), add)
         if fused or (plain and not turn):
@@ -479,7 +471,7 @@ def backward(
         def inputs(c: dict[str, int]) -> autotune.Call:
             bo = min(c["BO"], _up2(O))
             args = (
-                dense, wl, out, wl.stride(0), B, H, W, HO, WO, I, O, k, layer.stride, layer.padding, _precision(),
+                dense, wl, out, wl.stride(0), B, H, W, HO, WO, I, O, k, layer.stride, layer.padding, precision(),
                 c["BM"], _up2(I), bo,
             )  # fmt: skip
             return autotune.Call(_input_grad, (triton.cdiv(B * H * W, c["BM"]), C), args, _options(c))

@@ -1,0 +1,76 @@
+"""Trees of tensors on their way: taken apart without pickle, and searched for numbers that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from perfed.core.tree import leaves
+
+
+def pack(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Take a tree apart: return a JSON skeleton and the tensors it points to."""
+    tensors: list[Tensor] = []
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            tensors.append(node)
+            return len(tensors) - 1
+        if isinstance(node, dict):
+            if not all(isinstance(key, str) for key in node):
+                raise TypeError(f"a state's keys must be text, not {list(node)}")
+            return {"dict": {key: walk(value) for key, value in node.items()}}
+        if type(node) in (tuple, list):  # a NamedTuple would not come back as one
+            return {type(node).__name__: [walk(value) for value in node]}
+        if node is None or isinstance(node, bool | int | float | str):
+            return {"value": node}
+        raise TypeError(f"a state holds tensors, dicts, tuples, lists and plain values, not {type(node).__name__}")
+
+    return walk(tree), tensors
+
+
+def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return the tree that `pack` took apart."""
+    if isinstance(skeleton, int):
+        return tensors[skeleton]
+    ((kind, inside),) = skeleton.items()
+    if kind == "dict":
+        return {key: unpack(value, tensors) for key, value in inside.items()}
+    if kind in ("tuple", "list"):
+        parts = [unpack(value, tensors) for value in inside]
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "value":
+        return inside
+    raise ValueError(f"unknown node {kind!r} in a saved state")
+
+
+def paths(tree: Any, root: str) -> list[str]:
+    """Return a name for every tensor of a tree, in the order of its leaves, such as 'state/velocity'."""
+    keyed = _pytree.tree_flatten_with_path(tree)[0]
+    words = lambda path: [str(getattr(part, "key", getattr(part, "idx", ""))) for part in path]
+    return ["/".join([root, *words(path)]) for path, _ in keyed]
+
+
+def first_not_finite(tree: Any, count: int, device: Any, root: str) -> tuple[Tensor, list[str]]:
+    """Find rows with numbers that are not finite, without waiting for the device.
+
+    Args:
+        tree: tensors [count, ...].
+        count: number of rows.
+        device: where the answer is wanted.
+        root: first part of the tensors' names.
+
+    Returns:
+        For each row the place of its first tensor that is not finite, -1 where all are; and the tensors' names.
+    """
+    first = torch.full((count,), -1, device=device)
+    for place, leaf in enumerate(leaves(tree)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
+            # The largest number of a row tells whether all are finite, in one look at each.
+            finite = torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
+            first = torch.where((first < 0) & ~finite, place, first)
+    return first, paths(tree, root)
