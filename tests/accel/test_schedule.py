@@ -490,6 +490,13 @@ def test_any_program(moves, ends, write):
     (check_into if write else check)(function, *args)
 
 
+def test_pieces_beside_a_transposed_result():
+    """A kernel that reads pieces writes row by row, so what lies column by column is not its result."""
+    both = lambda x: torch.cat([x[:, 2:], x[:, :2]], 1)
+    check(lambda x, y: (y.T * 0.3 + both(x), y.T * 0.3), normal(4, 4), normal(4, 4, seed=1))
+    check(lambda x, y: ((z := y.T + 1) + both(x) * z,), normal(4, 4), normal(4, 4, seed=1))
+
+
 # ---------------------------------------------------------------------------------------------------- numbers of rows
 
 

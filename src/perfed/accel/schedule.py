@@ -389,14 +389,15 @@ def _finish(cluster: Cluster, inside: list[fx.Node], results: set[Any]) -> None:
     seen = dict.fromkeys(
         a for n in cluster.nodes for a in n.args if isinstance(a, fx.Node) and a not in inside and constant(a) is None
     )
+    cluster.outputs = [n for n in cluster.nodes if n in results or any(u not in inside for u in n.users)]
+    rows = len(cluster.shape) == 2 and all(kind_of(n).stride[1] == 1 for n in cluster.outputs)  # not columns
     for node in seen:
-        whole = shape_of(node) == cluster.shape and len(cluster.shape) == 2
+        whole = rows and shape_of(node) == cluster.shape
         if node.target is aten.cat.default and whole and node not in results and cluster.joined is None:
             dim = node.args[1] if len(node.args) > 1 else 0
             if dim in (1, -1) and all(user in inside for user in node.users):
                 cluster.joined = node
     cluster.inputs = [n for n in seen if n is not cluster.joined]
-    cluster.outputs = [n for n in cluster.nodes if n in results or any(u not in inside for u in n.users)]
 
 
 def _sorted(members: dict[int, list[fx.Node]], after: Callable[[int], set[int]]) -> list[int]:
