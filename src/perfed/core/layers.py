@@ -100,7 +100,7 @@ def swap(module: nn.Module) -> nn.Module:
             elif isinstance(child, _DROPOUT):
                 drop = made.get(child) or Drop(child.p, len(made) + 1, not isinstance(child, nn.Dropout))
                 parent._modules[name] = made[child] = drop
-            elif type(child) is nn.GroupNorm:
+            elif type(child) is nn.GroupNorm and not (child._forward_hooks or child._forward_pre_hooks):
                 made[child] = child  # it stays, but counts: the units that are dropped depend on a Drop's number
             elif isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
                 raise Problem(f"the model uses {type(child).__name__}, which has no keyed form here: use Dropout")
