@@ -26,8 +26,14 @@ FEWEST = 16  # rows that a table begins with
 class States(MutableMapping[int, State]):
     """States by client; `take` and `put` handle many at once, stacked.
 
-    `budget`: bytes on the device, then bytes in the host's memory (one number where the device is the host); None is
-    no limit. What passes the last limit lies in a nameless file in `folder`, which is gone when the process is.
+    Example:
+        >>> states = States({"momentum": torch.zeros(2)})
+        >>> states.put([4, 7], {"momentum": torch.ones(2, 2)})
+        >>> states.take([3, 4])  # client 3 never took part: it has the initial state
+        {'momentum': tensor([[0., 0.],
+                [1., 1.]])}
+        >>> list(states)
+        [4, 7]
     """
 
     def __init__(
@@ -37,59 +43,84 @@ class States(MutableMapping[int, State]):
         budget: Sequence[int | None] = (None,),
         folder: Path | None = None,
     ):
+        """Make an empty table.
+
+        Args:
+            initial: the state of a client that never took part.
+            device: where states are used.
+            budget: bytes on the device, then bytes in the host's memory (one number where the device is the host);
+                None is no limit.
+            folder: where rows lie that pass the last limit, in a file without a name that is gone when the process
+                is; None: the system's temporary folder.
+        """
         self.device = torch.device(device)
         self.initial = tree_map(lambda t: t.to(self.device), stack([initial]))
         leaves, self.tree = flatten(self.initial)
         self.parts = [(t.shape[1:], t.dtype, prod(t.shape[1:]) * t.element_size()) for t in leaves]
         self.width = sum(size for *_, size in self.parts)  # bytes of a row
         places = (self.device, torch.device("cpu"))[: len(budget)]
-        limits = [None if b is None else b // max(self.width, 1) for b in budget]
+        limits = [None if limit is None else limit // max(self.width, 1) for limit in budget]  # in rows
         self.shelves: list[_Shelf] = [
             _Memory(self.width, limit, place) for place, limit in zip(places, limits, strict=True)
         ]
         if None not in limits:
             self.shelves.append(_File(self.width, folder))
 
+    # ------------------------------------------------------------------ many clients at a time
+
     def take(self, ids: Sequence[int]) -> State:
-        """The states of these clients, stacked; the initial state for those who never took part."""
+        """Return the states of some clients.
+
+        Args:
+            ids: the clients.
+
+        Returns:
+            Their states, stacked; the initial state for those who never took part.
+        """
         return self._tree(self._take(ids)) if self.width else rows(self.initial, [0] * len(ids))
 
     def put(self, ids: Sequence[int], stacked: State) -> None:
-        """Set the states of these clients."""
-        wanted, found = form(self.initial), form(tree_map(lambda t: t[:1], stacked))
-        if wanted != found:
-            raise TypeError(f"a client's state changed its form: {found}, not {wanted} (a row)")
+        """Set the states of some clients.
+
+        Args:
+            ids: the clients.
+            stacked: their new states, of the form that the initial one has.
+        """
+        before, after = form(self.initial), form(tree_map(lambda t: t[:1], stacked))
+        if before != after:
+            raise TypeError(f"a client's state changed its form: {after}, not {before} (a row)")
         if self.width:
             self.load(ids, self._bytes(stacked))
 
     def load(self, ids: Sequence[int], packed: Tensor) -> None:
-        """Set these clients' rows, given as bytes."""
+        """Set these clients' rows, given as bytes [rows, width]."""
         for shelf in self.shelves[1:]:
             shelf.forget(ids)
         self._store(0, list(ids), packed)
 
     def pieces(self, ids: Sequence[int], at_once: int) -> Iterator[bytes]:
-        """The rows of these clients as bytes, some at a time, so that a copy of all is never held."""
+        """Yield the rows of these clients as bytes, `at_once` rows at a time, so that a copy of all is never held."""
         for first in range(0, len(ids), at_once):
             yield self._take(ids[first : first + at_once]).cpu().numpy().tobytes()
 
     def _take(self, ids: Sequence[int]) -> Tensor:
-        held = [[row for row, id in enumerate(ids) if id in shelf.slot] for shelf in self.shelves]
-        read = [
-            send(shelf.read([ids[row] for row in here]), self.device) if here else None
-            for shelf, here in zip(self.shelves, held, strict=True)
-        ]
-        for here, found in zip(held, read, strict=True):
-            if len(here) == len(ids) and found is not None:
-                return found  # all in one place: nothing to put together
-        out = self._bytes(self.initial).repeat(len(ids), 1)
-        for here, found in zip(held, read, strict=True):
-            if found is not None:
-                out.index_copy_(0, send(torch.tensor(here), self.device), found)
-        return out
+        out = None
+        for shelf in self.shelves:
+            here = [row for row, id in enumerate(ids) if id in shelf.slot]
+            if not here:
+                continue
+            packed = send(shelf.read([ids[row] for row in here]), self.device)
+            if len(here) == len(ids):
+                return packed  # all in one place: nothing to put together
+            out = self._initial_rows(len(ids)) if out is None else out
+            out.index_copy_(0, send(torch.tensor(here), self.device), packed)
+        return self._initial_rows(len(ids)) if out is None else out
+
+    def _initial_rows(self, count: int) -> Tensor:
+        return self._bytes(self.initial).repeat(count, 1)
 
     def _store(self, level: int, ids: list[int], packed: Tensor) -> None:
-        """Write rows at a level; what was written there longest ago moves down where they need its room."""
+        """Write rows to a shelf; where it is full, the rows that were written longest ago move to the next."""
         shelf = self.shelves[level]
         if shelf.limit is not None:
             if len(ids) > shelf.limit:  # more at once than there is room for
@@ -106,19 +137,18 @@ class States(MutableMapping[int, State]):
             shelf.write(ids, packed)
 
     def _bytes(self, stacked: State) -> Tensor:
-        """[rows, width] of stacked states."""
+        """Return stacked states as bytes, [rows, width]."""
         flat = lambda t: (t[:, None] if t.dim() == 1 else t.flatten(1)).contiguous().view(torch.uint8)
         parts = [flat(t.to(self.device)) for t in flatten(stacked)[0]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _tree(self, packed: Tensor) -> State:
-        """Stacked states of [rows, width]; each tensor has memory of its own, so that its numbers are aligned."""
-        pieces = packed.split([size for *_, size in self.parts], 1)
-        whole = lambda t: t if len(self.parts) == 1 else t.clone(memory_format=torch.contiguous_format)
-        leaves = [
-            whole(piece).flatten().view(dtype).view(len(packed), *shape)
-            for piece, (shape, dtype, _) in zip(pieces, self.parts, strict=True)
-        ]
+        """Return stacked states from bytes [rows, width]."""
+        leaves, pieces = [], packed.split([size for *_, size in self.parts], 1)
+        for piece, (shape, dtype, _) in zip(pieces, self.parts, strict=True):
+            if len(self.parts) > 1:  # in memory of its own, or its numbers might not be aligned
+                piece = piece.clone(memory_format=torch.contiguous_format)
+            leaves.append(piece.flatten().view(dtype).view(len(packed), *shape))
         return unflatten(leaves, self.tree)
 
     # ------------------------------------------------------------------ one client at a time
@@ -152,18 +182,18 @@ class States(MutableMapping[int, State]):
 
 
 class _Shelf:
-    """Some clients' rows at one place; a dict keeps the order in which it was filled: the oldest come first."""
+    """Clients' rows at one place."""
 
     def __init__(self, width: int, limit: int | None):
         self.width, self.limit = width, limit
-        self.slot: dict[int, int] = {}
+        self.slot: dict[int, int] = {}  # client -> its row; in the order of writing, the oldest first
         self.free: list[int] = []
 
     def forget(self, ids: Iterable[int]) -> None:
         self.free += [self.slot.pop(id) for id in ids if id in self.slot]
 
     def _place(self, ids: Sequence[int]) -> list[int]:
-        """A slot for each client; these are the newest now."""
+        """Return a slot for each client, which makes these clients the newest."""
         for id in ids:
             known = id in self.slot
             self.slot[id] = self.slot.pop(id) if known else self.free.pop() if self.free else len(self.slot)
@@ -190,11 +220,11 @@ class _Memory(_Shelf):
         return self.table.index_select(0, self._where([self.slot[id] for id in ids]))
 
     def write(self, ids: Sequence[int], packed: Tensor) -> None:
-        slots, held = self._place(ids), len(self.table)
-        if max(slots) >= held:
-            more = max(FEWEST, 2 * held, max(slots) + 1)
+        slots, count = self._place(ids), len(self.table)
+        if max(slots) >= count:
+            more = max(FEWEST, 2 * count, max(slots) + 1)
             larger = self.table.new_empty(more if self.limit is None else min(more, self.limit), self.width)
-            larger[:held] = self.table
+            larger[:count] = self.table
             self.table = larger
         self.table.index_copy_(0, self._where(slots), send(packed, self.table.device))
 

@@ -15,7 +15,7 @@ from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, step_key
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
-from perfed.core.method import Method
+from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
@@ -40,33 +40,8 @@ class Sequential(Engine):
             outcomes.append(self._attempt(work, id, state, Down(work.down.shared, own), done))
         return self._gathered(work, outcomes)
 
-    def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
-        """Stack the results of clients; a client whose results cannot stand beside the others' is a failure.
-
-        An error that hits every client is the method's own and ends the run; one that hits some is theirs.
-        """
-        forms: list[Any] = [None if isinstance(out, Exception) else form({**out, "state": ()}) for out in outcomes]
-        whole = [each for each in forms if each is not None]
-        if not whole:
-            self.close()
-            error, name = outcomes[0], self.infos[work.run].names[work.ids[0]]
-            assert isinstance(error, Exception)
-            raise ClientError(f"client '{name}': {error}") if isinstance(error, ClientError) else error
-        usual = max(whole, key=whole.count)
-        failures: list[Failure] = []
-        kept: list[int] = []
-        for row, (id, out) in enumerate(zip(work.ids, outcomes, strict=True)):
-            if isinstance(out, Exception):
-                failures.append(Failure(id, reason_of(out)))
-            elif forms[row] != usual:
-                failures.append(Failure(id, "its upload has another form than the others'"))
-            else:
-                kept.append(row)
-        stacked = stack([outcomes[row] for row in kept])
-        return Results(stacked, kept if failures else None, tuple(failures))
-
-    def _attempt(self, work: Work, id: int, state: Any, down: Down, done: int | None) -> dict[str, Any] | Exception:
-        """Return the results of one client, or what it failed with; an evaluation has to come to an end."""
+    def _attempt(self, work: Work, id: int, state: State, down: Down, done: int | None) -> dict[str, Any] | Exception:
+        """Return the results of one client, or the error with which its training failed; other errors are raised."""
         key, job = derive(work.key, id), self.jobs[work.run]
         data = ClientData(job.clients, id, key, job.method, done)
         try:
@@ -77,6 +52,32 @@ class Sequential(Engine):
             if not isinstance(work.task, Training):
                 raise
             return error
+
+    def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
+        """Stack the clients' results; whoever failed, or sent another form than most, is left out.
+
+        An error that hits every client is the method's own and ends the run; one that hits some is theirs.
+        """
+        if all(isinstance(outcome, Exception) for outcome in outcomes):
+            self.close()
+            raise self._error_of_all(work, outcomes[0])
+        forms = [form({**outcome, "state": ()}) for outcome in outcomes if not isinstance(outcome, Exception)]
+        usual = forms[0] if all(each == forms[0] for each in forms) else max(forms, key=forms.count)
+        kept, failures, others = [], [], iter(forms)
+        for row, (id, outcome) in enumerate(zip(work.ids, outcomes, strict=True)):
+            if isinstance(outcome, Exception):
+                failures.append(Failure(id, reason_of(outcome)))
+            elif next(others) != usual:
+                failures.append(Failure(id, "its upload has another form than the others'"))
+            else:
+                kept.append(row)
+        return Results(stack([outcomes[row] for row in kept]), kept if failures else None, tuple(failures))
+
+    def _error_of_all(self, work: Work, error: Any) -> Exception:
+        """Return what ends a run whose clients all failed; `error` is the first one's."""
+        if not isinstance(error, ClientError):
+            return error
+        return ClientError(f"client '{self.infos[work.run].names[work.ids[0]]}': {error}")
 
 
 class ClientError(RuntimeError):
@@ -100,9 +101,9 @@ class ClientData(Data):
     def count(self, split: str) -> Tensor:
         return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)
 
-    def _rows(self, split: str, rows: slice, key: Tensor) -> Batch:
+    def _batch(self, split: str, part: slice, key: Tensor) -> Batch:
         source = self.clients.split(split)
-        return Batch(self.clients.ready(source.x[rows], self.dtype), source.y[rows], None, key)
+        return Batch(self.clients.ready(source.x[part], self.dtype), source.y[part], None, key)
 
     def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
         size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
@@ -113,38 +114,37 @@ class ClientData(Data):
         for epoch in range(-(-total // plan.batches(size))):
             left = (total - epoch * plan.batches(size)) * plan.batch_size
             order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
-            for x, y in self._gathered(order, plan.batch_size):
+            for x, y in self._ready_batches(order, plan.batch_size):
                 yield Batch(x, y, None, next(keys))
 
-    def _gathered(self, rows: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of these training samples, made ready many at a time: for small ones that is half the work."""
+    def _ready_batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of the training samples `order`; many are made ready together, which halves the work."""
         source = self.clients.train
-        some = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
-        for part in rows.split(some):
+        together = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
+        for part in order.split(together):
             x = self.clients.ready(source.x.index_select(0, part), self.dtype)
             yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         before = form(carry)
         plan = plan if self.done is None else plan.shortened(self.done, self.epochs)
-        for step_index, batches in enumerate(
-            zip(*(self._batches(plan, draw) for draw in range(plan.draws)), strict=True)
-        ):
+        draws = [self._batches(plan, draw) for draw in range(plan.draws)]
+        for index, batches in enumerate(zip(*draws, strict=True)):
             carry = step(carry, batches[0] if plan.draws == 1 else batches, given)
-            if step_index == 0:
+            if index == 0:
                 refuse_other_form(before, form(carry))
         return carry
 
     def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
         source = self.clients.split(split)
         start, size = source.start[self.index], source.size[self.index]
+        if size == 0:  # run on any sample for the form of the result, which is filled with NaN
+            value = fn(self._batch(split if len(source.y) else "train", slice(0, 1), self.key), given)
+            return tree_map(lambda t: torch.full_like(t, torch.nan), value)
         total = None
-        for first in range(0, max(size, 1), CHUNK):
-            count = max(min(CHUNK, size - first), 0)
-            if count == 0:  # no samples: the right structure, filled with NaN
-                shape = fn(self._rows(split if len(source.y) else "train", slice(0, 1), self.key), given)
-                return tree_map(lambda t: torch.full_like(t, torch.nan), shape)
-            value = fn(self._rows(split, slice(start + first, start + first + count), self.key), given)
-            part = tree_map(lambda v, k=count: v * k, value)
+        for first in range(0, size, CHUNK):
+            count = min(CHUNK, size - first)
+            value = fn(self._batch(split, slice(start + first, start + first + count), self.key), given)
+            part = tree_map(lambda t, count=count: t * count, value)
             total = part if total is None else tree_map(torch.add, total, part)
         return tree_map(lambda t: t / size, total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from perfed.core.tree import tree_map
 
 PERSONAL = "personal"  # the model that a method is judged by
 
+Table = dict[str, dict[str, dict[str, Tensor]]]  # model -> split -> metric -> [clients]
+
 
 @dataclass(frozen=True)
 class ModelScores:
@@ -21,31 +23,46 @@ class ModelScores:
     splits: dict[str, dict[str, Tensor]]  # split -> metric -> [m]; NaN where a client has no samples in the split
 
     def mean(self, split: str, metric: str = "accuracy") -> float | None:
-        """Return the unweighted mean over the clients that have samples in the split; None without any."""
-        known = self.splits.get(split)
-        return None if known is None else plain(known[metric].nanmean().item())
+        """Return the unweighted mean over the clients that have samples in a split.
+
+        Args:
+            split: train, val or test.
+            metric: loss or accuracy; macro_f1 or auc where they were asked for.
+
+        Returns:
+            The mean; None if the split was not evaluated or no client has samples in it.
+        """
+        metrics = self.splits.get(split)
+        return None if metrics is None else plain(metrics[metric].nanmean().item())
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of every model that a method evaluates."""
+    """Scores of every model that a method evaluates.
+
+    Example:
+        >>> accuracy = torch.tensor([1.0, 0.5, torch.nan])  # the last client has no test samples
+        >>> scores = Scores.of({"personal": {"test": {"accuracy": accuracy}}})
+        >>> scores.means("test")
+        {'personal': 0.75}
+        >>> scores.by_client()[2]
+        {'personal': {'test': {'accuracy': None}}}
+    """
 
     models: dict[str, ModelScores]
 
     @classmethod
-    def of(cls, tables: dict[str, dict[str, dict[str, Tensor]]]) -> Scores:
-        """Make scores of plain dicts: model -> split -> metric -> [m]."""
-        return cls({model: ModelScores(splits) for model, splits in tables.items()})
+    def of(cls, table: Table) -> Scores:
+        """Return scores from plain dicts: model -> split -> metric -> [m]."""
+        return cls({model: ModelScores(splits) for model, splits in table.items()})
 
     @classmethod
-    def joined(cls, pieces: Sequence[Scores]) -> Scores:
-        """Put the scores of several groups of clients one after another."""
-        if len(pieces) == 1:
-            return pieces[0]
-        return cls.of(tree_map(lambda *parts: torch.cat(parts), *(piece.tables for piece in pieces)))
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """Return the scores of several groups of clients, one group after another."""
+        return parts[0] if len(parts) == 1 else cls.of(concatenate([part.tables for part in parts]))
 
     @property
-    def tables(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+    def tables(self) -> Table:
         """The scores as plain dicts."""
         return {model: scores.splits for model, scores in self.models.items()}
 
@@ -57,19 +74,32 @@ class Scores:
         return Scores.of(tree_map(torch.Tensor.cpu, self.tables))
 
     def means(self, split: str = "test", metric: str = "accuracy") -> dict[str, float | None]:
-        """Return each model's unweighted mean over the clients with samples in the split."""
+        """Return each model's unweighted mean over the clients that have samples in a split.
+
+        Args:
+            split: train, val or test.
+            metric: loss or accuracy; macro_f1 or auc where they were asked for.
+
+        Returns:
+            A mean for each model; None where there is none.
+        """
         return {model: scores.mean(split, metric) for model, scores in self.models.items()}
 
     def by_client(self) -> list[dict[str, Any]]:
         """Return plain numbers, one dict per client: model -> split -> metric; None where there is no score."""
-        tables = tree_map(torch.Tensor.tolist, self.tables)  # all at once: there may be very many clients
-        count = len(next(iter(next(iter(tables[PERSONAL].values())).values())))
-        return [tree_map_lists(lambda numbers, row=row: plain(numbers[row]), tables) for row in range(count)]
+        table = tree_map(torch.Tensor.tolist, self.tables)  # all at once: there may be very many clients
+        count = len(next(iter(next(iter(table[PERSONAL].values())).values())))
+        return [map_lists(lambda numbers, row=row: plain(numbers[row]), table) for row in range(count)]
 
 
-def tree_map_lists(fn: Any, tables: dict[str, Any]) -> dict[str, Any]:
+def concatenate(trees: Sequence[Any]) -> Any:
+    """Return one tree of tensors from several, their rows one after another."""
+    return tree_map(lambda *tensors: torch.cat(tensors), *trees)
+
+
+def map_lists(fn: Callable[[list[float]], Any], table: dict[str, Any]) -> dict[str, Any]:
     """Apply `fn` to the lists at the ends of nested dicts."""
-    return {key: tree_map_lists(fn, value) if isinstance(value, dict) else fn(value) for key, value in tables.items()}
+    return {key: map_lists(fn, value) if isinstance(value, dict) else fn(value) for key, value in table.items()}
 
 
 def plain(value: float) -> float | None:

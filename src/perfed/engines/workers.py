@@ -26,13 +26,17 @@ from torch import Tensor
 from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.tree import rows, stack, tree_map
-from perfed.engines.base import Evaluation, Job, Results, Task, Training, Work
+from perfed.engines.base import Evaluation, Job, Results, Training, Work
 from perfed.engines.local import ClientError, Sequential
+from perfed.engines.scores import Table, concatenate
+from perfed.engines.scoring import Piece
 from perfed.engines.trees import pack, unpack
+
+ALIGNED = 64  # bytes: every tensor in shared memory begins at a multiple of it
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -57,19 +61,28 @@ class Memory:
         self.file.close()
 
     def write(self, tree: Any) -> dict[str, Any]:
-        """Put a tree of tensors here; the note says how to read it."""
+        """Put a tree of tensors here.
+
+        Args:
+            tree: what `core.tree.pack` can take apart.
+
+        Returns:
+            A note for JSON that says how to read it.
+        """
         skeleton, tensors = pack(tree)
         places, end = [], 0
-        for t in tensors:
-            places.append({"at": end, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")})
-            end += -(-t.numel() * t.element_size() // 64) * 64
-        target = self._mapped(max(end, 64))
-        for place, t in zip(places, tensors, strict=True):
-            _view(target, place).copy_(t)
-        return {"skeleton": skeleton, "places": places, "size": max(end, 64)}
+        for tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            places.append({"offset": end, "shape": list(tensor.shape), "dtype": dtype})
+            end += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+        size = max(end, ALIGNED)
+        target = self._mapped(size)
+        for place, tensor in zip(places, tensors, strict=True):
+            _view(target, place).copy_(tensor)
+        return {"skeleton": skeleton, "places": places, "size": size}
 
     def read(self, note: dict[str, Any]) -> Any:
-        """The tree, as views of this memory: valid until the next write."""
+        """Return the tree of a note as views of this memory, which are valid until the next write."""
         source = self._mapped(note["size"])
         return unpack(note["skeleton"], [_view(source, place) for place in note["places"]])
 
@@ -79,7 +92,7 @@ def _view(memory: mmap.mmap, place: dict[str, Any]) -> Tensor:
     count = int(torch.Size(shape).numel())
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["at"]).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"]).view(shape)
 
 
 class _Worker:
@@ -116,7 +129,7 @@ class _Worker:
 class Assignment(NamedTuple):
     """One thing for a worker to do."""
 
-    message: dict[str, Any]
+    message: dict[str, Any]  # its "kind" is train, evaluate, piece or full_scores
     tensors: Callable[[], Any]  # what goes with the message, made when a worker is free
 
 
@@ -126,49 +139,61 @@ class Workers(Sequential):
     name = "workers"
 
     def __init__(self, *jobs: Job, workers: int = 0, **options: Any):
+        """Make an engine; its processes start with the first work.
+
+        Args:
+            jobs: the runs that it serves.
+            workers: number of processes; 0: one for each core.
+            options: those of every engine.
+        """
         super().__init__(*jobs, **options)
         self.count = workers or cores()
         self.shared: Memory | None = None
         self.workers: list[_Worker] = []
 
+    # ------------------------------------------------------------------ in the parent
+
     def _work(self, work: Work) -> Results:
-        training = isinstance(work.task, Training)
+        task, training = work.task, isinstance(work.task, Training)
         size = self.jobs[work.run].clients.train.size
         order = sorted(range(len(work.ids)), key=lambda row: -size[work.ids[row]])  # the largest is taken first
         # Clients that only predict are quick: several go together.
         together = 1 if training else max(1, len(work.ids) // (4 * self.count))
         groups = [order[first : first + together] for first in range(0, len(order), together)]
-        about = {"run": work.run, "key": int(work.key), "task": _describe(work.task)}
+        about: dict[str, Any] = {"kind": "train", "run": work.run, "key": int(work.key)}
+        if isinstance(task, Evaluation):
+            about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep}
         assignments = []
         for group in groups:
             done = None if work.done is None else [work.done[row] for row in group]
             message = {**about, "ids": [work.ids[row] for row in group], "done": done}
             assignments.append(Assignment(message, lambda group=group: rows((work.states, work.down.own), group)))
-        answers = self._spread(work.down.shared, assignments, training)
+        answers = self._spread(work.down.shared, assignments, forgiving=training)
         if not training:
             back = torch.tensor([row for group in groups for row in group]).argsort()
-            return Results(tree_map(lambda *parts: torch.cat(parts)[back], *answers))
+            return Results(rows(concatenate(answers), back))
         outcomes: list[Any] = [None] * len(work.ids)
         for (row,), answer in zip(groups, answers, strict=True):
             outcomes[row] = answer if isinstance(answer, Exception) else rows(answer, 0)
         return self._gathered(work, outcomes)
 
-    def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Any]) -> list[Any]:
-        message = lambda piece: {"run": run, "piece": (full, *piece)}
-        return self._spread(models, [Assignment(message(piece), tuple) for piece in pieces])
+    def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
+        messages = [{"kind": "piece", "run": run, "full": full, "piece": list(piece)} for piece in pieces]
+        return self._spread(models, [Assignment(message, tuple) for message in messages])
 
-    def _full_scores(self, run: int, ids: Sequence[int], models: dict[str, Tensor]) -> dict[str, Any]:
-        size = -(-len(ids) // (4 * self.count))
-        groups = [slice(first, first + size) for first in range(0, len(ids), size)]
-        message = lambda group: {"run": run, "full_scores": list(ids[group])}
-        assignments = [Assignment(message(group), lambda group=group: rows(models, group)) for group in groups]
-        return tree_map(lambda *parts: torch.cat(parts), *self._spread((), assignments))
+    def _full_scores(self, run: int, ids: Sequence[int], models: dict[str, Tensor]) -> Table:
+        size, assignments = -(-len(ids) // (4 * self.count)), []
+        for first in range(0, len(ids), size):
+            group = slice(first, first + size)
+            message = {"kind": "full_scores", "run": run, "ids": list(ids[group])}
+            assignments.append(Assignment(message, lambda group=group: rows(models, group)))
+        return concatenate(self._spread((), assignments))
 
     def _spread(self, shared: Any, assignments: list[Assignment], forgiving: bool = False) -> list[Any]:
-        """Let the workers do all assignments; `shared` goes to every worker.
+        """Let the workers do all assignments.
 
         Args:
-            shared: tensors for all.
+            shared: tensors that go to every worker.
             assignments: what to do.
             forgiving: return the error of an assignment that failed in place of its result.
 
@@ -196,12 +221,10 @@ class Workers(Sequential):
             for pipe in wait(list(busy)):
                 worker, place = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
                 try:
-                    answer = worker.receive()
+                    results[place] = self._result(worker, worker.receive())
                 except (EOFError, ConnectionResetError):
                     results[place] = ClientError("its worker process died (out of memory?)")
                     worker = self._replace(worker)
-                else:
-                    results[place] = self._result(worker, answer)
                 if isinstance(results[place], Problem) or (not forgiving and isinstance(results[place], Exception)):
                     self.close()
                     raise results[place]
@@ -219,26 +242,6 @@ class Workers(Sequential):
         self.workers[place] = _Worker(self, [worker for worker in self.workers if worker is not dead])
         return self.workers[place]
 
-    def answer(self, message: dict[str, Any], shared: Any, tensors: Any) -> Any:
-        """Return what a worker makes of an assignment."""
-        run = message["run"]
-        if "piece" in message:
-            return self._score_piece(run, shared, *message["piece"])
-        if "full_scores" in message:
-            return super()._full_scores(run, message["full_scores"], tensors)
-        job, about, done = self.jobs[run], message["task"], message["done"]
-        task = Training(job.method, job.wire)
-        if about:
-            task = Evaluation(job.method, tuple(about["splits"]), about["keep"])
-        work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
-        each = []
-        for row, id in enumerate(work.ids):
-            state, own = rows(tensors, row)
-            each.append(self._attempt(work, id, state, Down(shared, own), done and done[row]))
-        if errors := [outcome for outcome in each if isinstance(outcome, Exception)]:
-            raise errors[0]
-        return stack(each)
-
     def close(self) -> None:
         for worker in self.workers:
             worker.pipe.close()
@@ -248,19 +251,38 @@ class Workers(Sequential):
             self.shared.close()
         self.workers, self.shared = [], None
 
+    # ------------------------------------------------------------------ in a worker
 
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+    def answer(self, message: dict[str, Any], shared: Any, tensors: Any) -> Any:
+        """Return what a worker makes of an assignment.
 
-
-def _describe(task: Task) -> dict[str, Any]:
-    if isinstance(task, Evaluation):
-        return {"splits": list(task.splits), "keep": task.keep}
-    return {}
+        Args:
+            message: what to do.
+            shared: the tensors that every worker got.
+            tensors: those that came with the message.
+        """
+        kind, run = message["kind"], message["run"]
+        if kind == "piece":
+            return self._scorer(run).piece(shared, message["full"], Piece(*message["piece"]))
+        if kind == "full_scores":
+            return self._scorer(run).full_scores(message["ids"], tensors)
+        job, done = self.jobs[run], message["done"]
+        task = Training(job.method, job.wire)
+        if kind == "evaluate":
+            task = Evaluation(job.method, tuple(message["splits"]), message["keep"])
+        work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
+        outcomes = []
+        for row, id in enumerate(work.ids):
+            state, own = rows(tensors, row)
+            outcome = self._attempt(work, id, state, Down(shared, own), None if done is None else done[row])
+            if isinstance(outcome, Exception):
+                raise outcome
+            outcomes.append(outcome)
+        return stack(outcomes)
 
 
 def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: Memory, outbox: Memory) -> None:
-    """A worker's life: one client after another until the parent is gone."""
+    """Do one assignment after another in a worker process, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for other in parents:
         other.close()  # or this end would never see the parent go
@@ -276,13 +298,20 @@ def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: 
             result = engine.answer(message, shared.read(message["shared"]), inbox.read(message["note"]))
             answer = outbox.write(result)
         except Exception as error:
-            if "fork-based multiprocessing" in str(error):
-                error = Problem(
-                    "where there is a GPU, 'workers' cannot start once this process has trained: use another engine"
-                )
-            text = str(error) if isinstance(error, Problem) else _told(error)
-            answer = {"error": text, "problem": isinstance(error, Problem)}
+            answer = _about(error)
         try:
             pipe.send_bytes(json.dumps(answer).encode())
         except BrokenPipeError:
             return
+
+
+def _about(error: Exception) -> dict[str, Any]:
+    """Return for JSON what an assignment failed with."""
+    if "fork-based multiprocessing" in str(error):
+        error = Problem(
+            "where there is a GPU, 'workers' cannot start once this process has trained: use another engine"
+        )
+    if isinstance(error, Problem):
+        return {"error": str(error), "problem": True}
+    lines = "".join(traceback.format_exception(error))
+    return {"error": f"{type(error).__name__}: {error}\n{lines}", "problem": False}
