@@ -113,7 +113,7 @@ def test_who_raises_or_sends_another_form_loses_its_turn(engine, kind, reason):
 def test_where_nobody_waits_numbers_are_zeroed_in_their_place(engine, name, where):
     """As on a GPU: verdicts stay where they are until somebody looks, and no shape changes."""
     kind, cohorts = methods()[name].load(), [range(5), (0, 1, 2), (1, 3, 4)]
-    fed = federation(engine, spoiling(kind, where), name, patient=True)
+    fed = federation(engine, spoiling(kind, where), name, lazy=True)
     outcome = played(fed, cohorts)
     expected = played(federation(engine, kind, name), [(0, 2, 3, 4), (0, 2), (3, 4)])
     assert checks.difference(outcome, expected) < 1e-12
@@ -121,10 +121,10 @@ def test_where_nobody_waits_numbers_are_zeroed_in_their_place(engine, name, wher
     assert fed.look() == []  # said once
 
 
-@pytest.mark.parametrize("patient", [False, True])
-def test_below_the_quorum_a_round_is_abandoned(patient):
+@pytest.mark.parametrize("lazy", [False, True])
+def test_below_the_quorum_a_round_is_abandoned(lazy):
     """Two of three are needed: with one the server and its clients stay; then it goes on as if nothing had been."""
-    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=0.6, patient=patient)
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=0.6, lazy=lazy)
     fed.step((0, 2))
     server, states = fed.server.clone(), checks.states_of(fed)
     for _ in range(2):
@@ -139,9 +139,9 @@ def test_below_the_quorum_a_round_is_abandoned(patient):
     assert not torch.equal(fed.server, server)
 
 
-@pytest.mark.parametrize("patient", [False, True])
-def test_three_abandoned_rounds_in_a_row_end_a_run(patient):
-    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, patient=patient)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_three_abandoned_rounds_in_a_row_end_a_run(lazy):
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, lazy=lazy)
     fed.step((0, 2))
     server = fed.server.clone()
     for cohort in ((0, 1), (1, 2), (1, 3), (0, 2)):

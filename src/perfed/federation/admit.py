@@ -1,19 +1,24 @@
-"""Which uploads are used: whoever sends what is not a number loses its turn, not everybody's training."""
+"""Which uploads are used: whoever sends what is not a number loses its turn, not everybody's training.
+
+An upload is inspected where it lies. On a GPU the host does not wait for the answer in every exchange, or the GPU would
+run dry: so what follows from a verdict may be a plain value, or a tensor on the device that nobody has looked at yet.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from perfed.core.messages import Uploads
+from perfed.core.tree import tree_map
 from perfed.engines.base import Reply
 from perfed.engines.trees import first_not_finite
 
 NOT_FINITE = "it holds numbers that are not finite"
 BAD_WEIGHT = "it is negative or not finite"
-WEIGHT = "weight"
 
 
 class Refusal(NamedTuple):
@@ -25,38 +30,84 @@ class Refusal(NamedTuple):
     reason: str
 
     def plain(self, names: tuple[str, ...]) -> dict[str, Any]:
-        """Return it for a log, the client by its name."""
+        """Return the refusal for a log, with the client's name out of `names`."""
         return {"round": self.round, "client": names[self.client], "tensor": self.tensor, "reason": self.reason}
 
 
 class Verdict(NamedTuple):
-    """What is wrong with each row of an exchange."""
+    """What is wrong with each upload of an exchange."""
 
-    wrong: Tensor  # [m], a place in `tensors`; -1: nothing
-    tensors: list[str]
+    round: int
+    ids: Sequence[int]  # of the clients that sent the uploads
+    wrong: Tensor  # [m], a place in `reasons`; -1: nothing
+    reasons: list[tuple[str, str]]  # a tensor's name, and what is wrong with it
 
     @property
-    def used(self) -> Tensor:
-        """[m], True for rows that are used."""
+    def usable(self) -> Tensor:
+        """[m], True for uploads that may be used."""
         return self.wrong < 0
 
-    def reason(self, place: int) -> tuple[str, str]:
-        """Return the name of a tensor, and what is wrong with it."""
-        tensor = self.tensors[place]
-        return tensor, BAD_WEIGHT if tensor == WEIGHT else NOT_FINITE
+    def refusals(self, wrong: Sequence[int]) -> list[Refusal]:
+        """Return who is refused and why, given `wrong` in the host's memory."""
+        rows = zip(self.ids, wrong, strict=True)
+        return [Refusal(self.round, id, *self.reasons[place]) for id, place in rows if place >= 0]
 
 
-def inspect(reply: Reply, uploads: Uploads) -> Verdict:
-    """Look at every number of every row, without waiting for the device.
+class Standing(NamedTuple):
+    """How a run stands: plain numbers, or tensors on the device."""
+
+    strikes: int | Tensor = 0  # rounds in a row that were abandoned
+    ended: int | Tensor = 0  # the round in which the run ended for it; 0: it goes on
+
+    def after(self, round: int, counts: bool | Tensor, patience: int) -> Standing:
+        """Return how the run stands after a round.
+
+        Args:
+            round: its number.
+            counts: False if it was abandoned.
+            patience: number of abandoned rounds in a row that ends a run.
+        """
+        strikes = pick(counts, 0, self.strikes + 1)
+        over = (self.ended == 0) & (strikes >= patience)
+        return Standing(strikes, pick(over, round, self.ended))
+
+
+def inspect(round: int, reply: Reply, uploads: Uploads) -> Verdict:
+    """Look at every number of every upload, without waiting for the device.
 
     Args:
+        round: the round's number.
         reply: the engine's reply, which knows of states that are not finite.
         uploads: its rows, after the server half of what happens to uploads.
+
+    Returns:
+        The verdict; it names a client's first bad tensor, states before uploads before weights.
     """
-    wrong, names = reply.spoiled, list(reply.tensors)
+    wrong, reasons = reply.spoiled, [(name, NOT_FINITE) for name in reply.tensors]
     for root, tree in (("mean", uploads.mean), ("own", uploads.own)):
-        place, tensors = first_not_finite(tree, len(uploads.ids), uploads.ids.device, root)
-        wrong = torch.where((wrong < 0) & (place >= 0), place + len(names), wrong)
-        names += tensors
-    weighted = uploads.weight.isfinite() & (uploads.weight >= 0)
-    return Verdict(torch.where((wrong < 0) & ~weighted, len(names), wrong), [*names, WEIGHT])
+        place, names = first_not_finite(tree, len(uploads.ids), uploads.ids.device, root)
+        wrong = torch.where((wrong < 0) & (place >= 0), place + len(reasons), wrong)
+        reasons += [(name, NOT_FINITE) for name in names]
+    good_weight = uploads.weight.isfinite() & (uploads.weight >= 0)
+    wrong = torch.where((wrong < 0) & ~good_weight, len(reasons), wrong)
+    return Verdict(round, reply.ids, wrong, [*reasons, ("weight", BAD_WEIGHT)])
+
+
+def only(uploads: Uploads, index: Tensor) -> Uploads:
+    """Return the rows `index` of uploads."""
+    select = lambda leaf: None if leaf is None else leaf.index_select(0, index)
+    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group)
+    return Uploads(*(tree_map(select, part) for part in parts))
+
+
+def pick(decision: bool | Tensor, yes: Any, no: Any) -> Any:
+    """Return one of two trees; a decision on the device is not looked at.
+
+    Args:
+        decision: a plain value, or a tensor of one.
+        yes: the tree where it is true.
+        no: the tree where it is false, of the same form.
+    """
+    if isinstance(decision, Tensor):
+        return tree_map(lambda first, second: torch.where(decision, first, second), yes, no)
+    return yes if decision else no

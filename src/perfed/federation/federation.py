@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice, zip_longest
 
 import torch
 from torch import Tensor
 
-from perfed.core.messages import Cohort, Uploads
+from perfed.core.messages import Cohort, Down, Uploads
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
-from perfed.core.tree import leaves, rows, send, tree_map
+from perfed.core.tree import leaves, rows, send
 from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, shares_one_model
 from perfed.engines.scores import Scores
 from perfed.federation import reduce
-from perfed.federation.admit import Refusal, Verdict, inspect
+from perfed.federation.admit import Refusal, Standing, Verdict, inspect, only, pick
 from perfed.federation.faults import Answers, Faults
 from perfed.federation.traffic import Traffic
 
@@ -28,35 +28,58 @@ Save = Callable[[int, dict[str, Tensor]], None]
 
 
 def cohort_size(clients: int, participation: float) -> int:
-    """Return the number of clients per round: the whole part of the share, at least one."""
+    """Return the number of clients per round: the whole part of the share, at least one.
+
+    Args:
+        clients: number of clients in all.
+        participation: share of them that takes part in a round.
+    """
     return max(1, int(clients * participation + 1e-9))
-
-
-@dataclass
-class Unread:
-    """An exchange whose verdict is still on the device."""
-
-    round: int
-    ids: Sequence[int]
-    verdict: Verdict
 
 
 @dataclass
 class Federation:
     """One run's server: the method's state, traffic, faults, and who is refused.
 
-    It knows of a client its name, its sizes and the number of classes; data and private states are the engine's.
+    It knows of a client its name, its sizes and the number of classes; data and private states are the engine's. A
+    round in which too few clients send something usable is abandoned: it leaves the server as it was.
+
+    Args:
+        engine: whoever has the clients and trains them.
+        run: its place among the engine's runs.
+        server: the method's state to go on from; None: the initial one.
+        round: number of rounds that are done.
+        traffic: bytes sent so far.
+        faults: clients that fail, as a simulation.
+        quorum: share of those asked who must send something usable, or the round is abandoned.
+        patience: number of abandoned rounds in a row after which the run has diverged.
+        lazy: leave verdicts about uploads on the device until `look`, where the method allows; None: on a GPU.
+
+    Example:
+        >>> from perfed.contract.toy import plain_net, toy_clients
+        >>> from perfed.core.model import Model
+        >>> from perfed.engines.base import Job
+        >>> from perfed.engines.local import Sequential
+        >>> from perfed.methods.fedavg import FedAvg
+        >>> method = FedAvg(Model(plain_net), cohort=2, epochs=1)
+        >>> federation = Federation(Sequential(Job(method, toy_clients())))
+        >>> for _ in range(3):
+        ...     clients = federation.step()
+        >>> federation.round, len(clients)
+        (3, 2)
+        >>> list(federation.evaluate().means("test"))
+        ['personal']
     """
 
     engine: Engine
-    run: int = 0  # which of the engine's runs
+    run: int = 0
     server: State = None
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     faults: Faults = field(default_factory=Faults)
-    quorum: float = 0.5  # share of those asked who must send something usable; below it a round is abandoned
-    patience: int = PATIENCE  # abandoned rounds in a row after which the run has diverged
-    patient: bool | None = None  # leave verdicts on the device until `look`; None: on a GPU, where the method allows
+    quorum: float = 0.5
+    patience: int = PATIENCE
+    lazy: bool | None = None
 
     def __post_init__(self) -> None:
         if self.server is None:
@@ -64,23 +87,25 @@ class Federation:
         self.answers = Answers([], [])  # of the round that is going on, or of the last one
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known
-        self.diverged = ""  # why the run cannot go on
-        self._unread: list[Unread] = []
-        self._ended: Tensor | None = None  # [strikes, whether the run has ended], on the device
+        self.diverged = ""  # why the run cannot go on, as far as known
         self._before: State = None  # the server when the round began
-        self._going: Any = True  # whether the round has had its quorum so far; on the device where nobody looks
-        self._last: list[Refusal] = []
+        self._counts: bool | Tensor = True  # whether the round counts so far, or is abandoned
+        self._unread: list[Verdict] = []  # still on the device
+        self._unseen: Standing | None = None  # on the device, and newer than `strikes`
 
     @property
     def method(self) -> Method:
+        """The run's method."""
         return self.engine.jobs[self.run].method
 
     @property
     def clients(self) -> ClientInfo:
+        """What a server may know of its clients."""
         return self.engine.infos[self.run]
 
     @property
     def seed(self) -> int:
+        """The run's seed."""
         return self.engine.jobs[self.run].seed
 
     # ------------------------------------------------------------------ a round
@@ -94,7 +119,7 @@ class Federation:
         """Carry out one round.
 
         Args:
-            cohort: who is asked; drawn by the run's seed where it is None.
+            cohort: who is asked; None: drawn by the run's seed.
 
         Returns:
             The clients that took part.
@@ -102,131 +127,133 @@ class Federation:
         return step([self], None if cohort is None else [cohort])[0]
 
     def begin(self, cohort: Iterable[int] | None = None) -> None:
-        """Choose who takes part in the next round: who was drawn, less those who are lost."""
+        """Choose who takes part in the next round: who was drawn, less those who are lost.
+
+        Args:
+            cohort: who is asked; None: drawn by the run's seed.
+        """
         chosen = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
         self.answers = self.faults.draw(self.seed, self.round + 1, chosen, self.method.epochs)
-        self._before, self._going, self._last = self.server, True, []
+        self._before, self._counts = self.server, not self.diverged
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
             down = self.method.broadcast(self.server, self._send(self.answers.lost))
             self.traffic.count(self.method.model, len(self.answers.lost), down)
 
     @property
     def open(self) -> bool:
-        """Whether the round goes on: somebody answers, and it has not been abandoned."""
-        return bool(self.answers.ids) and self._going is not False and not self.diverged
+        """True while the round goes on: somebody answers, and nobody knows that it is abandoned."""
+        return bool(self.answers.ids) and self._counts is not False
 
     def request(self, exchange: int) -> Request:
-        """Return what the round's clients are asked in an exchange."""
+        """Return what the round's clients are asked in an exchange.
+
+        Args:
+            exchange: its number in the round, from 0.
+        """
         ids = self.answers.ids
         down = self.method.broadcast(self.server, self._send(ids))
         return Request(self.run, self.round + 1, exchange, ids, down, self.answers.done)
 
     def receive(self, request: Request, reply: Reply) -> None:
-        """Count, inspect and reduce what an exchange gave, and let the method make its new state of it."""
+        """Use what an exchange gave: count, inspect and reduce it, and let the method make its new state of it.
+
+        Args:
+            request: what was asked.
+            reply: what the engine answered.
+        """
         self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
         uploads = self.engine.jobs[self.run].wire.server(reply.uploads)
-        self._refuse([Refusal(self.round + 1, id, tensor, why) for id, why, tensor in reply.failures])
-        verdict = inspect(reply, uploads)
+        self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
+        verdict = inspect(self.round + 1, reply, uploads)
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
-        if self._nobody_waits(uploads):
-            self._receive_unread(reply, uploads, verdict, needed)
-        else:
-            self._receive(reply, uploads, verdict, needed)
+        use = self._use_unread if self._leaves_unread(uploads) else self._use
+        use(reply, uploads, verdict, needed)
 
-    def _nobody_waits(self, uploads: Uploads) -> bool:
-        """Return True if verdicts may stay on the device: the method reads means alone, and its state is tensors."""
-        if self.patient is not None:
-            return self.patient
-        plain = all(isinstance(leaf, Tensor) for leaf in leaves(self.server))
-        return uploads.ids.is_cuda and plain and not leaves(uploads.own)
+    def _leaves_unread(self, uploads: Uploads) -> bool:
+        """Return True if a verdict stays on the device.
 
-    def _receive(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
+        That needs a method whose server reads means alone, in which a row of weight 0 leaves no trace, and has only
+        tensors in its state, so that `pick` can choose between two of them.
+        """
+        wanted = uploads.ids.is_cuda if self.lazy is None else self.lazy
+        return wanted and not leaves(uploads.own) and all(isinstance(leaf, Tensor) for leaf in leaves(self.server))
+
+    def _use(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
+        """Read the verdict, drop the rows that are refused, and use the others if they are enough."""
         wrong = verdict.wrong.tolist()
+        self.refusals += verdict.refusals(wrong)
         used = [row for row, place in enumerate(wrong) if place < 0]
-        bad = [(reply.ids[row], place) for row, place in enumerate(wrong) if place >= 0]
-        self._refuse([Refusal(self.round + 1, id, *verdict.reason(place)) for id, place in bad])
-        if len(used) < needed:
-            self._going = False
-            return
-        if bad:
-            index = self._send(used)
-            pick = lambda tree: tree_map(lambda tensor: tensor.index_select(0, index), tree)
-            group = None if uploads.group is None else pick(uploads.group)
-            uploads = Uploads(pick(uploads.ids), pick(uploads.mean), pick(uploads.own), pick(uploads.weight), group)
-        self.server = self.method.aggregate(self.server, self._reduced(uploads))
-        reply.settle(used if bad else None)
+        self._counts = len(used) >= needed
+        if self._counts:
+            everybody = len(used) == len(wrong)
+            cohort = self._reduced(uploads if everybody else only(uploads, self._send(used)))
+            self.server = self.method.aggregate(self.server, cohort)
+            reply.settle(None if everybody else used)
 
-    def _receive_unread(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
-        """Do what `_receive` does where nobody knows yet which rows are used: they are zeroed, not dropped."""
-        used, ended = verdict.used, self._state_of_ending()[1] > 0
-        enough = (used.sum() >= needed) & ~ended & self._going
-        new = self.method.aggregate(self.server, self._reduced(uploads, used))
-        self.server = tree_map(lambda after, before: torch.where(enough, after, before), new, self.server)
-        reply.settle(used & enough)
-        self._going = enough
-        self._unread.append(Unread(self.round + 1, reply.ids, verdict))
+    def _use_unread(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
+        """Do what `_use` does without reading the verdict, for which the host would wait until the GPU is idle.
+
+        Rows that are refused keep their place with weight 0, and whether the others are enough is a tensor. `look`
+        reads the verdict later; a run that has ended by then has not changed since.
+        """
+        self._unread.append(verdict)
+        ended = 0 if self._unseen is None else self._unseen.ended
+        self._counts = (verdict.usable.sum() >= needed) & self._counts & (ended == 0)
+        new = self.method.aggregate(self.server, self._reduced(uploads, verdict.usable))
+        self.server = pick(self._counts, new, self.server)
+        reply.settle(verdict.usable & self._counts)
 
     def _reduced(self, uploads: Uploads, used: Tensor | None = None) -> Cohort:
         return reduce.mean(uploads, self.method.groups, self.engine.weighted_sum, used)
 
-    def _refuse(self, refusals: list[Refusal]) -> None:
-        self.refusals += refusals
-        self._last += refusals
-
     def end(self) -> None:
         """End a round; one that was abandoned leaves the server as it was."""
-        if isinstance(self._going, Tensor):
-            going, (strikes, ended) = self._going, self._state_of_ending()
-            if self.method.exchanges > 1:
-                self.server = tree_map(lambda now, old: torch.where(going, now, old), self.server, self._before)
-            strikes = torch.where(going, 0, strikes + 1)
-            self._ended = torch.stack([strikes, ended | (strikes >= self.patience).to(ended.dtype)])
-        elif self.answers.ids:
-            self.strikes = 0 if self._going else self.strikes + 1
-            if not self._going:
-                self.server = self._before
-            if self.strikes >= self.patience:
-                self.diverged = self._why(self._last)
-        moved = self.method.extra_traffic(self.server) if self.answers.ids and self._going is not False else {}
-        for name, numbers in moved.items():
-            sent = numbers * self.method.model.dtype.itemsize
-            self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
+        if self.answers.ids and not self.diverged:
+            if self.method.exchanges > 1:  # with only one, the server has not been touched
+                self.server = pick(self._counts, self.server, self._before)
+            standing = self._unseen or Standing(self.strikes)
+            standing = standing.after(self.round + 1, self._counts, self.patience)
+            if isinstance(standing.strikes, Tensor):
+                self._unseen = standing
+            else:
+                self._learn(standing)
+            if self._counts is not False:
+                for name, numbers in self.method.extra_traffic(self.server).items():
+                    sent = numbers * self.method.model.dtype.itemsize
+                    self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
         self._before = None
         self.round += 1
 
-    def _state_of_ending(self) -> Tensor:
-        if self._ended is None:
-            self._ended = send(torch.tensor([self.strikes, 0]), self.method.model.device)
-        return self._ended
+    def _learn(self, standing: Standing) -> None:
+        """Take over a standing that is known; where the run has ended, say why."""
+        self._unseen, self.strikes = None, int(standing.strikes)
+        if not standing.ended or self.diverged:
+            return
+        refused = [refusal for refusal in self.refusals if refusal.round == standing.ended]
+        example = ""
+        if refused:
+            name = self.clients.names[refused[0].client]
+            example = f" (client '{name}', {refused[0].tensor}: {refused[0].reason})"
+        self.diverged = (
+            f"training diverged: too few clients of {type(self.method).__name__} sent something usable in "
+            f"{self.patience} rounds in a row, the last of them round {standing.ended}{example}; a smaller lr "
+            f"(now {self.method.lr:g}) may help"
+        )
 
     def look(self) -> list[Refusal]:
         """Return the refusals that are known since the last look, after fetching what is still on the device."""
-        if self._unread:
-            flat = torch.cat([self._state_of_ending(), *(each.verdict.wrong for each in self._unread)]).tolist()
-            (strikes, ended), wrong = flat[:2], iter(flat[2:])
-            last: list[Refusal] = []
-            for each in self._unread:
-                refused = [
-                    Refusal(each.round, id, *each.verdict.reason(place))
-                    for id, place in zip(each.ids, [next(wrong) for _ in each.ids], strict=True)
-                    if place >= 0
-                ]
-                self.refusals += refused
-                last = refused or last
-            self.strikes, self._unread = strikes, []
-            if ended and not self.diverged:
-                self.diverged = self._why(last)
-        known, self.refusals = self.refusals, []
+        tensors = [verdict.wrong for verdict in self._unread]
+        if self._unseen is not None:
+            tensors += [torch.as_tensor(number).view(1) for number in self._unseen]
+        if tensors:
+            numbers = iter(torch.cat(tensors).tolist())  # the host waits once for all
+            for verdict in self._unread:
+                self.refusals += verdict.refusals(list(islice(numbers, len(verdict.ids))))
+            self._unread = []
+            if self._unseen is not None:
+                self._learn(Standing(*numbers))
+        known, self.refusals = sorted(self.refusals, key=lambda refusal: refusal.round), []
         return known
-
-    def _why(self, last: list[Refusal]) -> str:
-        name, names = type(self.method).__name__, self.clients.names
-        example = f" (client '{names[last[0].client]}', {last[0].tensor}: {last[0].reason})" if last else ""
-        ended = last[0].round if last else self.round + 1
-        return (
-            f"training diverged: too few clients of {name} sent something usable in {self.patience} rounds in a row, "
-            f"the last of them round {ended}{example}; a smaller lr (now {self.method.lr:g}) may help"
-        )
 
     # ------------------------------------------------------------------ evaluations
 
@@ -243,19 +270,27 @@ class Federation:
         return evaluate([self], [save], full)[0]
 
     def evaluations(self, keep: bool, full: bool) -> Iterator[EvaluationRequest]:
-        """Yield what is asked in an evaluation: all clients at once where they share a model, else some at a time."""
-        count = len(self.clients)
-        first = self.show([0])
+        """Yield what is asked in an evaluation: all clients at once where they share a model, else some at a time.
+
+        Args:
+            keep: the models are wanted, too.
+            full: also macro-F1 and AUC.
+        """
+        count, first = len(self.clients), self.show([0])
         if shares_one_model(self.method, first):
             yield EvaluationRequest(self.run, self.round, list(range(count)), first, keep, full)
             return
-        step = ON_A_GPU if self.method.model.device.type == "cuda" else EVALUATED_AT_ONCE
-        for begin in range(0, count, step):
-            ids = list(range(begin, min(begin + step, count)))
+        at_once = ON_A_GPU if self.method.model.device.type == "cuda" else EVALUATED_AT_ONCE
+        for begin in range(0, count, at_once):
+            ids = list(range(begin, min(begin + at_once, count)))
             yield EvaluationRequest(self.run, self.round, ids, self.show(ids), keep, full)
 
-    def show(self, ids: list[int]) -> Any:
-        """Return what these clients receive for an evaluation."""
+    def show(self, ids: list[int]) -> Down:
+        """Return what some clients receive for an evaluation.
+
+        Args:
+            ids: the clients.
+        """
         return self.method.show(self.server, self._send(ids))
 
     def shared(self) -> dict[str, Tensor] | None:
@@ -296,16 +331,31 @@ def step(federations: Sequence[Federation], cohorts: Sequence[Iterable[int]] | N
 
 
 def evaluate(federations: Sequence[Federation], savers: Sequence[Save | None], full: bool = False) -> list[Scores]:
-    """Score the models of several runs of one engine; `savers` get each client and its models."""
+    """Score the models of several runs of one engine.
+
+    Args:
+        federations: the runs.
+        savers: for each run what is called with each client and its models, or None.
+        full: also macro-F1 and AUC.
+
+    Returns:
+        Each run's scores, in the host's memory.
+    """
     pairs = zip(federations, savers, strict=True)
     asked = [federation.evaluations(save is not None, full) for federation, save in pairs]
-    pieces: list[list[Scores]] = [[] for _ in federations]
-    while batch := [(place, request) for place, each in enumerate(asked) if (request := next(each, None)) is not None]:
-        replies = federations[0].engine.evaluate([request for _, request in batch])
-        for (place, request), reply in zip(batch, replies, strict=True):
-            pieces[place].append(reply.scores)
-            save = savers[place]
-            if save is not None:
-                for row, id in enumerate(request.ids):
-                    save(id, rows(reply.models, row if len(next(iter(reply.models.values()))) > 1 else 0))
-    return [Scores.joined(each).on_host() for each in pieces]
+    parts: list[list[Scores]] = [[] for _ in federations]
+    for batch in zip_longest(*asked):  # a run with fewer clients has fewer requests
+        requests = {place: request for place, request in enumerate(batch) if request is not None}
+        replies = federations[0].engine.evaluate(list(requests.values()))
+        for (place, request), reply in zip(requests.items(), replies, strict=True):
+            parts[place].append(reply.scores)
+            _hand_over(savers[place], request.ids, reply.models)
+    return [Scores.joined(each).on_host() for each in parts]
+
+
+def _hand_over(save: Save | None, ids: Sequence[int], models: dict[str, Tensor]) -> None:
+    """Give every client's models to `save`; models that all share have one row."""
+    if save is not None:
+        shared = len(next(iter(models.values()))) == 1
+        for row, id in enumerate(ids):
+            save(id, rows(models, 0 if shared else row))

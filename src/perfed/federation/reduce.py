@@ -10,6 +10,7 @@ from torch import Tensor
 
 from perfed.core.messages import Cohort, Uploads
 from perfed.core.tree import tree_map
+from perfed.engines.base import by_row
 
 WeightedSum = Callable[[Tensor, Tensor], Tensor]  # weights [m, groups] and rows [m, ...] -> float64 [groups, ...]
 
@@ -26,24 +27,26 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
 
     Returns:
         The cohort that `aggregate` is given.
+
+    Example:
+        >>> add = lambda share, rows: share.T @ rows.double()
+        >>> changes, weight = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([3.0, 1.0])
+        >>> mean(Uploads(torch.arange(2), changes, (), weight), 1, add).mean
+        tensor([1.7500, 3.5000])
     """
-    ids, weight, rows = uploads.ids, uploads.weight, uploads.mean
-    size: Any = len(ids)
+    weight, rows = uploads.weight, uploads.mean
+    size: Any = len(uploads.ids)
     if used is not None:
-        mask = lambda tensor: used.view(-1, *(1,) * (tensor.dim() - 1))
-        weight = weight.where(used, 0)
-        rows = tree_map(lambda tensor: torch.where(mask(tensor), tensor, 0), rows)
-        size = used.sum()
+        weight, size = weight.where(used, 0), used.sum()
+        rows = tree_map(lambda tensor: torch.where(by_row(used, tensor), tensor, 0), rows)
     share = weight.double()[:, None]  # [m, 1]
     if uploads.group is not None:
         share = share * torch.nn.functional.one_hot(uploads.group, groups)  # [m, groups]
-    total = share.sum(0)
-    grouped = uploads.group is not None
+    grouped, total = uploads.group is not None, share.sum(0)
 
     def average(stacked: Tensor) -> Tensor:
-        shape = (-1, *(1,) * (stacked.dim() - 1))
         out = weighted_sum(share, stacked)
-        out /= total.where(total > 0, 1.0).view(shape)
+        out /= by_row(total.where(total > 0, 1.0), out)
         return (out if grouped else out[0]).to(stacked.dtype)
 
-    return Cohort(ids, tree_map(average, rows), uploads.own, total if grouped else total[0], size)
+    return Cohort(uploads.ids, tree_map(average, rows), uploads.own, total if grouped else total[0], size)

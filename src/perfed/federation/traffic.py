@@ -23,14 +23,23 @@ class Traffic:
 
     @property
     def down(self) -> int:
+        """Bytes from the server to clients."""
         return self.down_shared + self.down_own
 
     @property
     def up(self) -> int:
+        """Bytes from clients to the server."""
         return self.up_mean + self.up_own
 
     def count(self, model: Model, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
-        """Add an exchange: what so many clients were sent, and the rows that came back."""
+        """Add an exchange.
+
+        Args:
+            model: the network, whose padding does not count.
+            receivers: number of clients that were sent `down`.
+            down: what they were sent; `own` has a row for each.
+            uploads: the rows that came back; None: nothing did.
+        """
         size = lambda tree: count_bytes([tree], model.width, model.size)
         self.down_shared += size(down.shared) * receivers
         self.down_own += size(down.own)
@@ -46,6 +55,9 @@ def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
         trees: trees of tensors.
         width: numbers in a row of theta.
         size: numbers in it that are not padding.
+
+    Returns:
+        The number of bytes.
     """
     total = 0
     for tensor in leaves(list(trees)):
