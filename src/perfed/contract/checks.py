@@ -1,13 +1,14 @@
 """The checks of the contract, one function each.
 
-No check knows a method: each makes instances with various settings, runs a few rounds on the toy federation in float64,
-and compares. A check raises AssertionError with a sentence.
+No check knows a method: each takes a method's catalog entry, makes instances with various settings, runs a few rounds
+on the toy federation in float64, and compares. Where something is wrong, it raises AssertionError with a sentence.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +46,16 @@ class Outcome:
 
 
 def play(engine: Engine, cohorts: Any = COHORTS, federation: Federation | None = None) -> Outcome:
-    """Train a few rounds and evaluate."""
+    """Train a few rounds, evaluate, and close the engine.
+
+    Args:
+        engine: whoever trains; its first run is played.
+        cohorts: the clients of each round.
+        federation: a server to go on from; None: a new one.
+
+    Returns:
+        Everything that the training ends with.
+    """
     federation = federation or Federation(engine)
     try:
         for cohort in cohorts:
@@ -64,16 +74,24 @@ def states_of(federation: Federation) -> dict[int, Any]:
 
 
 def difference(a: Any, b: Any) -> float:
-    """Return the largest relative difference between two trees of tensors; infinite if their forms differ."""
-    a, b = leaves(a), leaves(b)
-    if len(a) != len(b):
-        return float("inf")
+    """Return the largest relative difference between two trees of tensors.
+
+    Args:
+        a: a tree.
+        b: the tree that it is compared with.
+
+    Returns:
+        The largest difference of two tensors, over the norm of that in `b`; infinite if the trees' forms differ.
+    """
+    left, right = leaves(a), leaves(b)
+    if len(left) != len(right):
+        return math.inf
     worst = 0.0
-    for p, q in zip(a, b, strict=True):
+    for p, q in zip(left, right, strict=True):
         if not isinstance(p, Tensor):
-            worst = max(worst, 0.0 if p == q else float("inf"))
+            worst = max(worst, 0.0 if p == q else math.inf)
         elif p.shape != q.shape or not torch.equal(p.isnan(), q.isnan()):
-            return float("inf")
+            return math.inf
         elif p.numel():
             p, q = p.double().nan_to_num(), q.double().nan_to_num()
             worst = max(worst, float((p - q).norm() / q.norm().clamp_min(1e-12)))
@@ -81,21 +99,33 @@ def difference(a: Any, b: Any) -> float:
 
 
 def compare(outcome: Outcome, expected: Outcome, title: str, tolerance: float = CLOSE) -> None:
-    """Assert that two outcomes agree in server, clients, models, scores and bytes."""
+    """Assert that two outcomes agree in server, clients, models, scores and bytes.
+
+    Args:
+        outcome: what was found.
+        expected: what it has to be.
+        title: what the outcome is of, for the sentence.
+        tolerance: largest relative difference; 0: the same bits.
+    """
     for field in dataclasses.fields(Outcome):
         worst = difference(getattr(outcome, field.name), getattr(expected, field.name))
         assert worst <= tolerance, f"{title} differs in {field.name} by {worst:.1e} (relative)"
 
 
 ENGINES: dict[str, MakeEngine] = {
-    "workers": lambda m, c: Workers(Job(m, c, seed=5), workers=2),
-    "vectorised": lambda m, c: Vectorised(Job(m, c, seed=5)),
-    "vectorised in blocks": lambda m, c: Vectorised(Job(m, c, seed=5), block=2, sizes=(2, 3)),
+    "workers": lambda method, clients: Workers(Job(method, clients, seed=5), workers=2),
+    "vectorised": lambda method, clients: Vectorised(Job(method, clients, seed=5)),
+    "vectorised in blocks": lambda method, clients: Vectorised(Job(method, clients, seed=5), block=2, sizes=(2, 3)),
 }
 
 
 def reference(method: Method, clients: Clients | None = None) -> Outcome:
-    """Train a method with the sequential engine: the outcome that all others are compared with."""
+    """Train a method with the sequential engine: the outcome that all others are compared with.
+
+    Args:
+        method: an instance.
+        clients: whom it is trained with; None: those of the toy federation.
+    """
     return play(Sequential(Job(method, clients or toy_clients(), seed=5)))
 
 
@@ -103,7 +133,13 @@ def reference(method: Method, clients: Clients | None = None) -> Outcome:
 
 
 def check_engines(entry: Entry, network: str, engine: str) -> None:
-    """Compare an engine with the sequential one: server, clients, models, scores and bytes."""
+    """Compare an engine with the sequential one: server, clients, models, scores and bytes.
+
+    Args:
+        entry: the method.
+        network: plain, norm or conv.
+        engine: a name out of ENGINES.
+    """
     make = maker(entry, network)
     if network not in networks(entry) or (engine.startswith("vectorised") and not make().vectorised):
         return
@@ -113,7 +149,14 @@ def check_engines(entry: Entry, network: str, engine: str) -> None:
 def check_compiled(
     entry: Entry, backend: str = "aot_eager", networks: tuple[str, ...] = ("norm",), twice: bool = False
 ) -> None:
-    """Compare compiled steps of the vectorised engine with plain ones; `twice` adds an instance with other settings."""
+    """Compare compiled steps of the vectorised engine with plain ones.
+
+    Args:
+        entry: the method.
+        backend: what torch.compile compiles with.
+        networks: names of networks.
+        twice: compile the steps of a second instance, with other settings.
+    """
     for network in networks:
         make = maker(entry, network)
         if not make().vectorised:
@@ -253,7 +296,12 @@ def check_global(entry: Entry) -> None:
 
 
 def other_values(kind: Any, now: Any) -> list[Any]:
-    """Return some values of a hyper-parameter other than the one it has."""
+    """Return values of a hyper-parameter other than the one it has.
+
+    Args:
+        kind: its type.
+        now: its value.
+    """
     if get_args(kind):
         return [value for value in get_args(kind) if value != now]
     if isinstance(now, bool):
@@ -289,7 +337,13 @@ def check_settings(entry: Entry) -> None:
 
 
 def disagreeing_accuracy(entry: Entry, network: str, seed: int) -> float:
-    """Return the mean test accuracy after eight rounds with clients who contradict each other."""
+    """Return the mean test accuracy after eight rounds with clients who contradict each other.
+
+    Args:
+        entry: the method.
+        network: plain, norm or conv.
+        seed: of the initial model.
+    """
     clients = disagreeing_clients()
     train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3, "cohort": len(clients), "seed": seed}
     outcome = play(Sequential(Job(maker(entry, network)(**train), clients)), [range(len(clients))] * 8)
@@ -298,12 +352,15 @@ def disagreeing_accuracy(entry: Entry, network: str, seed: int) -> float:
 
 @functools.cache
 def shared_accuracy(network: str) -> float:
-    """Return the best accuracy that FedAvg's one model reaches on contradicting clients, of three starts."""
+    """Return the best accuracy, of three starts, that FedAvg's shared model reaches on contradicting clients."""
     return max(disagreeing_accuracy(methods()["fedavg"], network, seed) for seed in range(3))
 
 
 def check_learns(entry: Entry) -> None:
-    """Check that a personalised method beats FedAvg where clients contradict each other, every method chance."""
+    """Check that a method learns where clients contradict each other.
+
+    A personalised method has to beat FedAvg, a global one chance.
+    """
     network = networks(entry)[0]
     shared = shared_accuracy(network)
     needed = 1.1 / CLASSES if entry.evaluates == "global" else shared + 0.1

@@ -47,7 +47,14 @@ class {title}(Method):
 
 
 def write_method(name: str) -> Path:
-    """NAME.py in the current folder; refuses to overwrite."""
+    """Write the template as NAME.py in the current folder; a file that exists is not overwritten.
+
+    Args:
+        name: the method's name, with or without `.py`.
+
+    Returns:
+        The file.
+    """
     stem = name.removesuffix(".py")
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,40}", stem) or keyword.iskeyword(stem):
         raise Problem(f"'{name}' is no name for a method: lower-case letters, digits and _, starting with a letter")

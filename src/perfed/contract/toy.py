@@ -18,6 +18,8 @@ FEATURES, CLASSES = 6, 3
 SIZES = (23, 7, 41, 3, 12)  # less than a batch, not a multiple of it, and more
 BATCH = 5
 COHORTS = ((0, 2, 3), (1, 2, 4), (0, 1, 3))  # partial participation: everybody once, nobody always
+# Settings under which everything is in use. A method's own rounds begin after `warmup`: the toy has only a few.
+SETTINGS = dict(lr=0.05, momentum=0.5, weight_decay=0.01, epochs=2, batch_size=BATCH, cohort=3, warmup=1)
 MakeMethod = Callable[..., Method]
 
 
@@ -43,7 +45,12 @@ NETWORKS = {"plain": plain_net, "norm": norm_net, "conv": conv_net}
 
 
 def toy_clients(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Clients:
-    """Return clients of different sizes, with random samples."""
+    """Return clients of different sizes, with random samples.
+
+    Args:
+        sizes: training samples of each client.
+        seed: what the samples are drawn from.
+    """
     draw = torch.Generator().manual_seed(seed)
 
     def split(counts: list[int]) -> Split:
@@ -56,7 +63,13 @@ def toy_clients(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Clients:
 
 
 def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Clients:
-    """Return groups of clients whose labels for the same inputs contradict each other: no single model fits all."""
+    """Return groups of clients whose labels for the same inputs contradict each other: no single model fits all.
+
+    Args:
+        groups: number of groups.
+        each: clients in a group.
+        samples: training samples of each client.
+    """
     draw = torch.Generator().manual_seed(1)
     centres = 2 * torch.randn(CLASSES, FEATURES, generator=draw, dtype=torch.float64)
 
@@ -73,7 +86,10 @@ def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Cl
 
 
 def networks(entry: Entry) -> list[str]:
-    """Return the networks to check a method with: those it accepts, the slow last one only if it refuses the others."""
+    """Return the names of the networks to check a method with.
+
+    They are those it accepts; the last one, which is slow, only if it refuses the others.
+    """
     suited: list[str] = []
     for name, build in NETWORKS.items():
         if name == "conv" and suited:
@@ -87,13 +103,18 @@ def networks(entry: Entry) -> list[str]:
 
 
 def maker(entry: Entry, network: str = "plain") -> MakeMethod:
-    """Return a function that makes instances of a method, with settings under which everything is in use."""
-    kind = entry.load()
-    suited = networks(entry)
+    """Return a function that makes instances of a method, with settings under which everything is in use.
+
+    Args:
+        entry: the method.
+        network: plain, norm or conv; where the method refuses it, another one.
+
+    Returns:
+        A function that takes settings to change by name, and returns an instance.
+    """
+    kind, suited = entry.load(), networks(entry)
     model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
-    base = {"lr": 0.05, "momentum": 0.5, "weight_decay": 0.01, "epochs": 2, "batch_size": BATCH, "cohort": 3}
-    if "warmup" in entry.fields:
-        base["warmup"] = 1  # rounds before a method's own begin: the toy has only a few
+    base = {name: value for name, value in SETTINGS.items() if name in entry.fields}
 
     def make(**changed: Any) -> Method:
         try:

@@ -7,8 +7,9 @@ w_i = sum_j p_ij c_j. A batch's gradient g at w_i moves the own core model by p_
 are constant. The CORE model is uploaded (a widely used copy sends w_i). The penalty is lam(r) mu ||p_i - p0||^2, as in
 the authors' code (the paper has mu / 2); p moves by plain SGD. p0_j = n_j / n from the counts uploaded so far; clients
 not heard of count as the mean. Core models start equal unless `spread`: the mean of random networks is nearly 0.
-BatchNorm statistics are the client's own: p may be negative, a variance not. With `downloads` a client asks for what it
-gets next, first what it never had (the code never marks that), and keeps copies of all models: N P numbers a client.
+BatchNorm statistics are the client's own: p may be negative, a variance not. With `downloads` a client asks for the
+models that it gets next, first for those it never had (the authors' code never marks a model as received, so it always
+chooses at random), and keeps copies of all: N P numbers per client.
 """
 
 import math

@@ -45,17 +45,17 @@ class FedAlign(FedAvg):
     @cached_property
     def wide(self):
         """The network with the second pass beside it, as functions of the same theta."""
-        one, net = self.model, self.model.module(self.model.zeros())
-        block = self.module or last_block(net, one.head_name)
+        usual, net = self.model, self.model.module(self.model.zeros())
+        block = self.module or last_block(net, usual.head_name)
         if not block:
             raise Problem("fedalign needs a network with convolutions before its head, such as fedavgcnn or resnet")
         if block not in (known := [name for name, _ in net.named_modules() if name]):
             raise Problem(f"fedalign.module: the network has no module '{block}'{nearest(block, known)}")
-        build = lambda: TwoWidths(one.build(), block, self.omega)
-        return one.like(build)
+        build = lambda: TwoWidths(usual.build(), block, self.omega)
+        return usual.like(build)
 
     def spectral(self, features):
-        """The spectral norm of each sample's T."""
+        """Return the spectral norm of each sample's T."""
         a, b = features
         if a.shape[2:] != b.shape[2:]:
             a = POOL[a.dim() - 2](a, b.shape[2:])

@@ -44,12 +44,12 @@ class FedAMP(Method):
         return self.model.init(self.seed)  # w_i
 
     def squared(self, rows, models):
-        """Squared distances of parameters, [rows, models], by differences: products of near models cancel."""
+        """Return squared distances [rows, models], from differences: products of near models would cancel."""
         exact = "donot_use_mm_for_euclid_dist"
         return torch.cdist(self.model.weights.only(rows), self.model.weights.only(models), compute_mode=exact) ** 2
 
     def attention(self, server, ids):
-        """What each client weighs in the cloud models of `ids`, but for their own: [m, N]."""
+        """Return every client's weight in the cloud models of `ids` [m, N]; that of a model's owner is not used."""
         near = torch.exp(-self.squared(server["models"][ids], server["models"]) / server["sigma"].clamp_min(1e-30))
         return self.share / max(len(server["models"]) - 1, 1) * near
 

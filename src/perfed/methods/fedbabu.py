@@ -3,8 +3,8 @@
 Oh, Kim, Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification. ICLR 2022, Algorithm 1.
 https://arxiv.org/abs/2106.06042
 
-The head is the common random initial one in every round (its learning rate is 0: no momentum, no decay), and it is the
-head that tuning starts from: a copy that hands out a head of zeros exists. It follows from the seed, so it is never
+The head is the common random initial one in every round (its learning rate is 0: no momentum, no decay), and tuning
+starts from it; the PGFed paper's code hands out a head of zeros instead. The head follows from the seed, so it is never
 sent. Tuning uses training data and a fresh optimiser, and is discarded after the evaluation; its learning rate is small
 (the authors' is the last of a schedule from 0.1 to 0.001): at the rounds' rate it spoils what the body has learned.
 `global` in the results is the model before tuning, the paper's initial accuracy. Bodies are averaged with sample counts

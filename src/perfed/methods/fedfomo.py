@@ -46,7 +46,7 @@ class FedFomo(Method):
         return {"w": w, "base": w.clone()}
 
     def choose(self, server, ids):
-        """Whose models the clients `ids` download, [m, M]: epsilon-greedy, ties at random."""
+        """Choose whose models the clients `ids` download [m, M]: epsilon-greedy, ties at random."""
         N, M, unseen = len(server["seen"]), min(self.downloads, len(server["seen"]) - 1), ~server["seen"]
         draw = uniform(send(derive(self.seed, 16, server["round"]), ids.device), (N, N + M), torch.float64)[ids]
         epsilon = self.epsilon - self.decay * (server["round"] - self.warmup)
@@ -95,12 +95,12 @@ class FedFomo(Method):
         return self.after(client, w, trained), Up(own=(trained, signed))
 
     def aggregate(self, server, cohort):
-        trained, said = cohort.own
+        trained, numbers = cohort.own  # sizes in the warm-up, then signed weights
         w, preference = server["w"], server["preference"].clone()
         if server["round"] < self.warmup:
-            w = (said.double() / said.sum().clamp_min(1) @ trained.double()).to(w.dtype)
+            w = (numbers.double() / numbers.sum().clamp_min(1) @ trained.double()).to(w.dtype)
         else:
-            preference[cohort.ids[:, None], self.choose(server, cohort.ids)] += said
+            preference[cohort.ids[:, None], self.choose(server, cohort.ids)] += numbers
         models = server["models"].index_copy(0, cohort.ids, trained)
         seen = server["seen"].index_fill(0, cohort.ids, True)
         return {"models": models, "seen": seen, "preference": preference, "w": w, "round": int(server["round"]) + 1}

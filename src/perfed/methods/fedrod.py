@@ -46,9 +46,9 @@ class FedRoD(Method):
 
     def frequencies(self, batch, _):
         classes = self.model.shapes[f"{self.model.head_name}.weight".lstrip(".")][0]
-        held = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(self.model.dtype)
-        weight = torch.ones_like(held[:, 0]) if batch.weight is None else batch.weight
-        return (weight[:, None] * held).sum(0) / weight.sum()
+        label = (batch.y[:, None] == torch.arange(classes, device=batch.y.device)).to(self.model.dtype)
+        weight = torch.ones_like(label[:, 0]) if batch.weight is None else batch.weight
+        return (weight[:, None] * label).sum(0) / weight.sum()
 
     def balanced(self, log_pi, theta, batch, train):
         logits, fresh = self.model.apply(theta, batch.x, train, batch.weight, batch.key)

@@ -36,7 +36,7 @@ class MOON(FedAvg):
         return {"previous": w, "seen": torch.zeros_like(w[0])}
 
     def contrast(self, w, batch, given):
-        z_glob, z_prev = (self.model.features(given[one], batch)[1] for one in ("global", "previous"))
+        z_glob, z_prev = (self.model.features(given[name], batch)[1] for name in ("global", "previous"))
 
         def loss(w, batch, train):
             logits, z, fresh = self.model.features(w, batch, train)

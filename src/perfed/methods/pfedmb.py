@@ -70,8 +70,8 @@ class PFedMB(Method):
     def train(self, a, W, data, epochs=None, stream=0):
         a = data.fold(self.alpha_step, a, W, epochs=epochs, stream=stream + 1)
         alpha = convex(a, self.simplex)
-        start, s, one = self.layers.blend(alpha, W), self.layers.spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
-        carry = start, self.start(start), one, 0 * one
+        start, s, c = self.layers.blend(alpha, W), self.layers.spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
+        carry = start, self.start(start), c, 0 * c
         theta, _, c, _ = data.fold(self.W_step, carry, s, epochs=epochs, stream=stream)
         return a, start, s, theta, c
 

@@ -7,9 +7,9 @@ The gradients used in a round are those of the LAST cohort (the listing; eqs. 13
 gradients do not exist yet). f_i is a mean over samples, as in the authors' code (eq. 2 prints a sum). alpha is kept
 at or above 0 by `clamp`, which the paper asks for without a mechanism. The gradient sent up is the exact mean over the
 training data in eval mode; the code drops the last batch and stays in train mode. The server reads gradients and alpha
-client by client, so secure sums cover the models only. alpha is kept dense, N x N, and only M entries of a row travel:
-while N < P that is less than the personal models take, and a state must not change its form. Gradients are kept for the
-last cohort only.
+client by client, so secure sums cover the models only. alpha is stored as a dense N x N matrix: it keeps its form from
+round to round, and takes less room than the personal models while N < P. Only M entries of a row travel. Gradients are
+kept for the last cohort only.
 """
 
 from dataclasses import dataclass
@@ -53,8 +53,8 @@ class PGFed(Method):
         theta, velocity, alpha = carry
         g, theta, _ = self.model.grad(theta, batch)
         moved, velocity = self.update(theta, velocity, g + given["mixed"])
-        at = moved if self.order == "theta" else theta
-        s = (at * given["mean"]).sum(dtype=torch.float64)
+        point = moved if self.order == "theta" else theta
+        s = (point * given["mean"]).sum(dtype=torch.float64)
         alpha = (alpha - self.alpha_lr * (given["c"] + s)).to(alpha.dtype)
         return moved, velocity, alpha.clamp_min(0) if self.clamp else alpha
 

@@ -16,18 +16,34 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """Return the names of the treatments there are."""
+    """Return the names of the treatments there are.
+
+    >>> names()
+    ['identity']
+    """
     return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
 
 
 def check(name: str) -> None:
-    """Refuse a treatment that does not exist."""
+    """Refuse a treatment that does not exist.
+
+    Args:
+        name: what a configuration says.
+    """
     if name not in names():
         raise Problem(f"run.wire: there is no treatment of uploads '{name}'{nearest(name, names())}")
 
 
 def treatment(name: str) -> Transform:
-    """Return the treatment of this name: the class that its file defines."""
+    """Return a treatment by its name.
+
+    Args:
+        name: that of its file.
+
+    Returns:
+        An instance of the class that the file defines.
+    """
     check(name)
     module = importlib.import_module(f"{__name__}.{name}")
-    return next(kind for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__)()
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return next(kind for kind in classes if kind.__module__ == module.__name__)()

@@ -12,6 +12,14 @@ class Transform:
 
     The client half runs wherever the client trains, on every engine, right after `local`; the server half runs at the
     server before uploads are inspected and reduced. Bytes are counted between the two.
+
+    Example:
+        >>> import dataclasses, torch
+        >>> class Halved(Transform):
+        ...     def client(self, up, key):
+        ...         return dataclasses.replace(up, mean=up.mean / 2)
+        >>> Halved().client(Up(mean=torch.ones(3)), torch.tensor(0)).mean
+        tensor([0.5000, 0.5000, 0.5000])
     """
 
     def client(self, up: Up, key: Tensor) -> Up:  # noqa: ARG002
@@ -19,7 +27,7 @@ class Transform:
 
         Args:
             up: the upload that the method made.
-            key: the randomness of this client, round and exchange.
+            key: what this client's randomness in this round and exchange is drawn from.
 
         Returns:
             The upload as it travels.

@@ -16,7 +16,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def narrow(channels: int, omega: float) -> int:
-    """How many of a layer's channels are left at width omega; at least one.
+    """Return the number of a layer's channels that are left at width omega; at least one.
 
     >>> narrow(64, 0.25), narrow(3, 0.1)
     (16, 1)
@@ -29,11 +29,12 @@ class _Slim(nn.Module):
 
     def __init__(self, full: nn.Module):
         super().__init__()
-        self.held = (full,)  # in a tuple: it is no part of this module, and its numbers are counted once
+        self._full = (full,)  # in a tuple, or it would be a part of this module and its numbers would count twice
 
     @property
     def full(self) -> Any:
-        return self.held[0]
+        """The layer at its full width."""
+        return self._full[0]
 
 
 class SlimConv(_Slim):
@@ -94,7 +95,14 @@ def _convolves(module: nn.Module) -> bool:
 
 
 def last_block(net: nn.Module, head: str) -> str:
-    """The last module with convolutions before the head, by name; where only one has some, the last inside of it."""
+    """Return the name of the last module with convolutions before the head.
+
+    Where all convolutions lie in one module, the search goes on inside of it.
+
+    Args:
+        net: the network.
+        head: the name of its head.
+    """
     name, module = "", net
     while True:
         children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
@@ -107,7 +115,7 @@ def last_block(net: nn.Module, head: str) -> str:
 
 
 class TwoWidths(nn.Module):
-    """A network that returns its output, (input, output) of one block, and the same of that block at width omega.
+    """A network that returns its output, then (input, output) of one block, then those of the block at width omega.
 
     The second pass of the block is without dropout; neither pass hands a gradient to what comes before it.
     """
