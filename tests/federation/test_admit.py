@@ -8,18 +8,21 @@ import pytest
 import torch
 
 import perfed
+from perfed import api
 from perfed.contract import checks, toy
-from perfed.core.messages import Up
+from perfed.core.messages import Up, Uploads
 from perfed.core.model import Model
 from perfed.core.tree import tree_map
-from perfed.engines.base import Job
+from perfed.engines.base import Job, Reply
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
+from perfed.federation.admit import inspect
 from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation, step
 from perfed.methods.fedavg import FedAvg
 from perfed.training.catalog import methods
+from perfed.training.observers.checkpoint import Checkpoints
 
 SIZES = (8, 7, 5, 9, 6)
 BAD = 7  # the number of training samples by which a method knows its bad client
@@ -57,12 +60,35 @@ class Raises(FedAvg):
 
 
 @dataclass(frozen=True)
+class RaisesOrSpoils(FedAvg):
+    """FedAvg whose client with 7 samples raises, while that with 9 samples sends what is no number."""
+
+    def local(self, client, down, data):
+        if int(data.size) == BAD:
+            raise ValueError("a broken disk")
+        state, up = super().local(client, down, data)
+        return state, Up(torch.where(data.size == 9, torch.inf, up.mean))
+
+
+@dataclass(frozen=True)
 class OtherForm(FedAvg):
     """FedAvg whose client with 7 samples sends another number of numbers."""
 
     def local(self, client, down, data):
         state, up = super().local(client, down, data)
         return state, Up(up.mean[:-1]) if int(data.size) == BAD else up
+
+
+@dataclass(frozen=True)
+class OtherState(FedAvg):
+    """FedAvg whose client with 7 samples ends with a state of another form."""
+
+    def init_client(self):
+        return self.model.zeros()
+
+    def local(self, client, down, data):
+        state, up = super().local(client, down, data)
+        return state[:-1] if int(data.size) == BAD else state, up
 
 
 def federation(engine, kind, like="fedavg", **options):
@@ -97,15 +123,102 @@ def test_the_others_end_as_if_it_were_not_there(engine, name, where):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "workers"])
-@pytest.mark.parametrize(("kind", "reason"), [(Raises, "ValueError: a broken disk"), (OtherForm, "another form")])
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Raises, "ValueError: a broken disk"), (OtherForm, "another form"), (OtherState, "another form")],
+)
 def test_who_raises_or_sends_another_form_loses_its_turn(engine, kind, reason):
     fed = federation(engine, kind)
     outcome = played(fed, [range(5), (0, 1, 2)])
     expected = played(federation(engine, FedAvg), [(0, 2, 3, 4), (0, 2)])
-    assert checks.difference(outcome, expected) == 0
+    assert checks.difference((outcome[0], outcome[2]), (expected[0], expected[2])) == 0
     refusals = fed.look()
     assert [(each.round, each.client) for each in refusals] == [(1, 1), (2, 1)]
     assert all(reason in each.reason for each in refusals)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_one_reply_may_hold_failures_and_spoiled_rows(engine, lazy):
+    """Both count against the quorum: three of five are left."""
+    fed = federation(engine, RaisesOrSpoils, quorum=0.6, lazy=lazy)
+    outcome = played(fed, [range(5), (0, 1, 2)])
+    assert checks.difference(outcome, played(federation(engine, FedAvg), [(0, 2, 4), (0, 2)])) == 0
+    refused = [(each.round, each.client, each.tensor) for each in fed.look()]
+    assert refused == [(1, 1, ""), (1, 3, "mean"), (2, 1, "")]
+    fed = federation(engine, RaisesOrSpoils, quorum=0.61, lazy=lazy)
+    played(fed, [range(5), range(5)])
+    fed.look()
+    assert torch.equal(fed.server, fed.method.init_server(5))
+    assert fed.strikes == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["apple", "fedfomo", "pgfed"])
+def test_all_rows_may_be_spoiled_where_a_server_reads_rows(engine, name):
+    """There is nothing to give to `aggregate`, so the round is abandoned, whatever the quorum."""
+    kind = methods()[name].load()
+    if engine == "vectorised" and not kind.vectorised:
+        pytest.skip("not batched")
+    fed = federation(engine, spoiling(kind, "own"), name, quorum=0.0)
+    server, states = copy.deepcopy(fed.server), fed.engine.states[0].take(range(5))
+    for round in (1, 2):
+        assert fed.step([1]) == [1]
+        assert checks.difference((fed.server, fed.engine.states[0].take(range(5))), (server, states)) == 0
+        assert (fed.strikes, fed.diverged) == (round, "")
+    fed.step([1])
+    fed.engine.close()
+    assert fed.diverged
+    assert [(each.round, each.client) for each in fed.look()] == [(1, 1), (2, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "asked", "counts"),
+    [(0.0, (1,), False), (0.0, (0, 1), True), (0.5, (0, 1), True), (0.51, (0, 1), False), (1.0, (0, 2), True),
+     (0.75, (0, 1, 2, 3), True), (0.76, (0, 1, 2, 3), False), (0.8, range(5), True), (0.81, range(5), False)],
+)  # fmt: skip
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_quorum_is_a_share_of_those_who_were_asked(quorum, asked, counts, lazy):
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=quorum, lazy=lazy)
+    fed.step(asked)
+    fed.look()
+    assert fed.strikes == (not counts)
+    assert torch.equal(fed.server, fed.method.init_server(5)) != counts
+
+
+def test_the_first_bad_tensor_is_named():
+    """States before means before rows before weights; a negative weight is as bad as one that is no number."""
+    nan, fine = torch.tensor([0.0, torch.nan]), torch.zeros(2)
+    row = lambda bad: torch.stack([nan if bad else fine])
+
+    def reason(state=False, mean=False, own=False, weight=1.0):
+        uploads = Uploads(
+            torch.tensor([4]), {"a": row(False), "b": row(mean)}, (row(own),), torch.tensor([weight]).double()
+        )
+        reply = Reply([4], uploads, torch.tensor([0 if state else -1]), ["state/v"], [], lambda _: None)
+        verdict = inspect(3, reply, uploads)
+        refusals = verdict.refusals(verdict.wrong.tolist())
+        assert all((each.round, each.client) == (3, 4) for each in refusals)
+        return [(each.tensor, each.reason) for each in refusals]
+
+    assert reason() == []
+    assert reason(weight=0.0) == []
+    assert reason(True, True, True, -1.0) == [("state/v", "it holds numbers that are not finite")]
+    assert reason(False, True, True, -1.0) == [("mean/b", "it holds numbers that are not finite")]
+    assert reason(False, False, True, -1.0) == [("own/0", "it holds numbers that are not finite")]
+    for weight in (-1.0, torch.inf, torch.nan):
+        assert reason(weight=weight) == [("weight", "it is negative or not finite")]
+
+
+def test_uploads_that_are_refused_have_travelled():
+    """Their bytes count; who delivers nothing costs a download alone."""
+    traffic = {}
+    for kind in (FedAvg, spoiling(FedAvg, "mean"), Raises):
+        fed = federation("sequential", kind)
+        fed.step(range(5))
+        traffic[kind.__name__] = (fed.traffic.down, fed.traffic.up)
+    size = fed.method.model.size * 8
+    assert traffic == {"FedAvg": (5 * size, 5 * size), "Spoils": (5 * size, 5 * size), "Raises": (5 * size, 4 * size)}
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
@@ -119,6 +232,37 @@ def test_where_nobody_waits_numbers_are_zeroed_in_their_place(engine, name, wher
     assert checks.difference(outcome, expected) < 1e-12
     assert [(each.round, each.client) for each in fed.look()] == [(1, 1), (2, 1), (3, 1)]
     assert fed.look() == []  # said once
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_where_nobody_waits_nothing_is_read(name, monkeypatch):
+    """Between two looks the host asks the device for no number: it would wait until all that was begun is done."""
+    fed = federation("sequential", spoiling(methods()[name].load(), "mean"), name, quorum=1.0, lazy=True)
+
+    def refuse(*_):
+        raise AssertionError("a number was read")
+
+    for cohort in ((0, 1), (0, 2), (1, 2), (1, 3), (0, 1)):
+        fed.begin(cohort)
+        request = fed.request(0)
+        (reply,) = fed.engine.exchange([request])
+        with monkeypatch.context() as patch:
+            for reading in ("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "cpu", "numpy"):
+                patch.setattr(torch.Tensor, reading, refuse)
+            fed.receive(request, reply)
+            fed.end()
+            assert (fed.strikes, fed.diverged) == (0, "")
+    assert [each.round for each in fed.look()] == [1, 3, 4, 5]
+    assert "the last of them round 5" in fed.diverged
+
+
+@pytest.mark.parametrize("name", ["apple", "fedfomo"])
+def test_a_server_that_reads_rows_or_counts_is_never_left_waiting(name):
+    """A row of weight 0 would still be a row, and a plain number cannot be chosen by the device."""
+    kind, cohorts = methods()[name].load(), [range(5), (0, 1, 2)]
+    fed = federation("sequential", spoiling(kind, "own"), name, lazy=True)
+    expected = played(federation("sequential", kind, name), [(0, 2, 3, 4), (0, 2)])
+    assert checks.difference(played(fed, cohorts), expected) == 0
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -144,13 +288,54 @@ def test_three_abandoned_rounds_in_a_row_end_a_run(lazy):
     fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, lazy=lazy)
     fed.step((0, 2))
     server = fed.server.clone()
-    for cohort in ((0, 1), (1, 2), (1, 3), (0, 2)):
+    for cohort in ((0, 1), (1, 2), (1, 3), (0, 2), (1, 4)):
         fed.step(cohort)
     fed.look()
     assert torch.equal(fed.server, server)  # the last round could have been used, but the run was over
     assert fed.diverged.startswith("training diverged: too few clients of Spoils sent something usable in 3 rounds")
+    assert "in a row, the last of them round 4 (" in fed.diverged
     assert "client 'client_1', mean: it holds numbers that are not finite" in fed.diverged
     assert "a smaller lr (now 0.05)" in fed.diverged
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_run_that_is_over_asks_nobody(lazy):
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, patience=1, lazy=lazy)
+    fed.step((1, 2))
+    fed.look()
+    assert "in 1 rounds in a row, the last of them round 1" in fed.diverged
+    sent, states = fed.traffic.down, checks.states_of(fed)
+    fed.step((0, 2))
+    assert fed.look() == []
+    assert (fed.traffic.down, fed.strikes, fed.round) == (sent, 1, 2)
+    assert checks.difference(checks.states_of(fed), states) == 0
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+def test_strikes_are_rounds_in_a_row_in_which_somebody_answered(lazy, looks):
+    """Neither a look in between nor a round without answers changes their number; a round that counts sets it to 0."""
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, lazy=lazy)
+    for cohort, strikes in (((0, 1), 1), ((0, 2), 0), ((1, 3), 1), ((), 1), ((1, 2), 2), ((), 2), ((1, 4), 3)):
+        assert not fed.diverged
+        fed.faults = Faults() if cohort else Faults(stragglers=1.0, discard=True)
+        assert fed.step(cohort or (0, 2)) == list(cohort)
+        if looks:
+            fed.look()
+        if looks or not lazy:
+            assert fed.strikes == strikes
+    fed.look()
+    assert fed.strikes == 3
+    assert "the last of them round 7 (client 'client_1'" in fed.diverged
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_strikes_go_on_where_a_run_was_stopped(lazy):
+    fed = federation("sequential", spoiling(FedAvg, "mean"), quorum=1.0, lazy=lazy, round=9)
+    fed.strikes = 2
+    fed.step((0, 1))
+    fed.look()
+    assert "the last of them round 10" in fed.diverged
 
 
 def test_the_second_exchange_of_a_round_may_fail():
@@ -239,3 +424,29 @@ def test_a_run_says_who_was_refused(tmp_path, engine, monkeypatch):
     assert run.result("frail")["refused"] == {"count": 3, "first": expected}
     words = f"Frail: 3 uploads not used: client '{name}' in round 1 (mean: it holds numbers that are not finite)"
     assert words in (run.path / "report" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize(("quorum", "rounds"), [(0.5, 4), (1.0, 3)])
+def test_a_resumed_run_refuses_alike(tmp_path, quorum, rounds, monkeypatch):
+    """Stopped after round 2, it goes on from its checkpoint, strikes included, and ends with the same bytes."""
+    settings = TINY | {"engine": "sequential", "checkpoint_every": 1, "quorum": quorum, "rounds": 4}
+    size = perfed.run("fedavg", out=tmp_path / "first", **settings | {"rounds": 1}).about["clients"][2]["train"]
+    (tmp_path / "frail.py").write_text(METHOD.replace("SIZE", str(size)))
+    run = lambda folder: perfed.run(str(tmp_path / "frail.py"), out=tmp_path / folder, **settings)
+    whole, write = run("whole").path / "frail", Checkpoints.write
+
+    def stop(self, federation):
+        write(self, federation)
+        if federation.round == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "write", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run("stopped")
+    monkeypatch.undo()
+    api.resume(tmp_path / "stopped", api.Console(quiet=True))
+    for name in ("rounds.jsonl", "metrics.jsonl", "result.json", "server.safetensors"):
+        assert (tmp_path / "stopped" / "frail" / name).read_bytes() == (whole / name).read_bytes(), name
+    lines = [json.loads(line) for line in (whole / "rounds.jsonl").read_text().splitlines()]
+    assert [len(line["refused"]) for line in lines] == [1] * rounds
+    assert ("diverged" in json.loads((whole / "result.json").read_text())) == (quorum == 1.0)

@@ -10,7 +10,7 @@ from perfed.contract import checks, toy
 from perfed.core.errors import Problem
 from perfed.core.messages import Up
 from perfed.core.tree import tree_map
-from perfed.engines.base import Job
+from perfed.engines.base import Job, Request
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
@@ -78,6 +78,40 @@ def test_every_client_has_randomness_of_its_own():
     (reply,) = federation.engine.exchange([federation.request(0)])
     sent = reply.uploads.mean
     assert all(checks.difference(sent[i], sent[j]) > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_every_round_and_exchange_has_randomness_of_its_own():
+    engine = Sequential(Job(toy.maker(methods()["fedavg"])(lr=1e-12), toy.toy_clients(), wire=Noisy()))
+    down, places = (
+        engine.method.broadcast(engine.method.init_server(5), torch.tensor([2])),
+        ((1, 0), (2, 0), (1, 1), (1, 0)),
+    )
+    sent = [engine.exchange([Request(0, *place, [2], down)])[0].uploads.mean for place in places]
+    assert torch.equal(sent[0], sent[3])
+    assert all(checks.difference(sent[i], sent[j]) > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_uploads_are_inspected_after_the_server_half(lazy):
+    """What cannot be decoded is refused like what was never a number."""
+
+    class Undecodable(Transform):
+        def server(self, uploads):
+            return dataclasses.replace(uploads, mean=torch.where(uploads.ids[:, None] == 1, torch.nan, uploads.mean))
+
+    make = lambda wire: Sequential(Job(toy.maker(methods()["fedavg"])(epochs=1), toy.toy_clients(), seed=5, wire=wire))
+    fed, expected = Federation(make(Undecodable()), lazy=lazy), Federation(make(Transform()))
+    fed.step(range(5))
+    expected.step((0, 2, 3, 4))
+    assert checks.difference(fed.server, expected.server) < 1e-12
+    assert [(each.client, each.tensor) for each in fed.look()] == [(1, "mean")]
+
+
+def test_runs_with_other_treatments_do_not_share_a_batch():
+    make = lambda seed, wire: Job(toy.maker(methods()["fedavg"])(seed=seed), toy.toy_clients(), seed, wire)
+    with pytest.raises(Problem, match="the same treatment of uploads"):
+        Vectorised(make(0, Doubled()), make(1, Halved()))
+    assert len(Vectorised(make(0, Doubled()), make(1, Doubled())).jobs) == 2
 
 
 def test_bytes_are_those_on_the_wire():

@@ -54,23 +54,26 @@ class Sequential(Engine):
             return error
 
     def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
-        """Stack the clients' results; whoever failed, or sent another form than most, is left out.
+        """Stack the clients' results; whoever failed, or has results of another form than most, is left out.
 
         An error that hits every client is the method's own and ends the run; one that hits some is theirs.
         """
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             self.close()
             raise self._error_of_all(work, outcomes[0])
-        forms = [form({**outcome, "state": ()}) for outcome in outcomes if not isinstance(outcome, Exception)]
+        forms = [form(outcome) for outcome in outcomes if not isinstance(outcome, Exception)]
         usual = forms[0] if all(each == forms[0] for each in forms) else max(forms, key=forms.count)
         kept, failures, others = [], [], iter(forms)
         for row, (id, outcome) in enumerate(zip(work.ids, outcomes, strict=True)):
             if isinstance(outcome, Exception):
                 failures.append(Failure(id, reason_of(outcome)))
             elif next(others) != usual:
-                failures.append(Failure(id, "its upload has another form than the others'"))
+                failures.append(Failure(id, "its state or upload has another form than the others'"))
             else:
                 kept.append(row)
+        if failures and not isinstance(work.task, Training):  # every client has to be scored
+            name = self.infos[work.run].names[failures[0].id]
+            raise TypeError(f"client '{name}' has models of another form than the others'")
         return Results(stack([outcomes[row] for row in kept]), kept if failures else None, tuple(failures))
 
     def _error_of_all(self, work: Work, error: Any) -> Exception:

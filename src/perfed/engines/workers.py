@@ -203,6 +203,8 @@ class Workers(Sequential):
         self.shared = self.shared or Memory()  # before the workers: they inherit it
         while len(self.workers) < self.count:
             self.workers.append(_Worker(self, self.workers))
+        for worker in [each for each in self.workers if not each.process.is_alive()]:
+            self._replace(worker)  # it died while it had nothing to do: nobody's work is lost
         note = self.shared.write(shared)
         waiting = list(range(len(assignments)))[::-1]
         results: list[Any] = [None] * len(assignments)
