@@ -1,6 +1,7 @@
 """What the sources may and may not do: which room knows which, no code from data, and sentences that can be read."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,20 @@ def test_no_module_opens_pickles():
 # ---------------------------------------------------------------------- which room knows which
 
 # From the ground up: a module knows its own room and those below it.
-ROOMS = ["core", "methods", "accel", "wire", "engines", "federation", "data", "models", "training", "studies", "report"]
+ROOMS = [
+    "core",
+    "discover",
+    "methods",
+    "accel",
+    "wire",
+    "engines",
+    "federation",
+    "data",
+    "models",
+    "training",
+    "studies",
+    "report",
+]
 ROOMS += ["contract", "api", "cli"]
 # The idea is carried out by whoever is above it, and the machine is plugged into engines: nobody else may name them.
 ONLY = {
@@ -120,8 +134,7 @@ def test_a_module_knows_its_room_and_those_below(module):
 # ---------------------------------------------------------------------- sentences and names that can be read
 
 # Rooms, and modules of other rooms, whose prose is still on its way.
-WAITING = {"core", "accel", "cli", "data", "models", "training", "studies", "report", "api"}
-WAITING |= {"engines/__init__", "engines/blocks", "engines/vectorised", "federation/faults"}
+WAITING = {"studies", "report"}
 
 NO_NAMES = {"one", "at", "found", "some", "held", "said", "how", "those"}  # a name is a noun that says what a thing is
 QUESTIONS = ("Whether", "How", "Which", "What", "Who", "Whose", "Where", "When", "Why")
@@ -146,7 +159,7 @@ STRANGERS_CALL = {
     "wire.base.Transform": "client server",
     "contract.runner": "check_method",
     "training.results.Run": "network result clients client accuracies scores curve seconds summary gain",
-    "api": "run start resume carry_out finish load",
+    "api": "run load begin start resume carry_out train_all",
 }
 
 
@@ -184,14 +197,13 @@ def bound(tree):
 
 
 def undocumented(function):
-    """The sections that a docstring lacks: one for arguments, and one for what comes back unless it begins with it."""
+    """What a docstring does not say: it names each argument, under Args or in a sentence, and what comes back."""
     text, arguments = ast.get_docstring(function) or "", function.args
     names = [each.arg for each in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
     names += [each.arg for each in (arguments.vararg, arguments.kwarg) if each is not None]
     lines = [line.strip() for line in text.splitlines()]
     missing = [] if text else ["a docstring"]
-    if set(names) - {"self", "cls"} and "Args:" not in lines:
-        missing.append("Args")
+    missing += [name for name in names if name not in {"self", "cls", *re.findall(r"\w+", text)}]
     gives = function.returns is None or ast.unparse(function.returns) != "None"
     if gives and not text.startswith(("Return", "Yield")) and not {"Returns:", "Yields:"} & set(lines):
         missing.append("Returns")
@@ -248,14 +260,14 @@ def test_the_lint_of_names(text):
 
 @pytest.mark.parametrize(("text", "missing"), [
     ("def f(): pass", ["a docstring", "Returns"]),
-    ('def f(x) -> None:\n    """Do."""', ["Args"]),
-    ('def f(self, *, x) -> None:\n    """Do."""', ["Args"]),
-    ('def f(*x) -> None:\n    """Do."""', ["Args"]),
-    ('def f(**x) -> None:\n    """Do."""', ["Args"]),
-    ('def f(x) -> None:\n    """Do, with Args: none."""', ["Args"]),
+    ('def f(x) -> None:\n    """Do."""', ["x"]),
+    ('def f(self, *, x) -> None:\n    """Do."""', ["x"]),
+    ('def f(*x) -> None:\n    """Do."""', ["x"]),
+    ('def f(**x) -> None:\n    """Do."""', ["x"]),
+    ('def f(x) -> None:\n    """Do, with Args: none."""', ["x"]),
     ('def f() -> int:\n    """Count."""', ["Returns"]),
     ('def f():\n    """Count."""', ["Returns"]),
-    ('def f(x) -> int:\n    """Count.\n\n    Returns:\n        It.\n    """', ["Args"]),
+    ('def f(x) -> int:\n    """Count.\n\n    Returns:\n        It.\n    """', ["x"]),
     ('def f(x) -> int:\n    """Count.\n\n    Args:\n        x: it.\n    """', ["Returns"]),
     ('def f(self) -> None:\n    """Do."""', []),
     ('def f(x) -> int:\n    """Return it.\n\n    Args:\n        x: it.\n    """', []),

@@ -51,30 +51,73 @@ def load(path: str | Path) -> Run:
 
 
 def begin(config: Config, out: Path | None) -> tuple[Experiment, Path]:
-    """Prepare a new run and make its folder; what is wrong is refused before anything is written."""
+    """Prepare a new run and make its folder; what is wrong is refused before anything is written.
+
+    Args:
+        config: the configuration.
+        out: the folder to make; None: a new one in ./runs.
+
+    Returns:
+        The experiment and its folder.
+    """
     experiment = prepare(config)
     return experiment, create(experiment, out)
 
 
 def start(config: Config, out: Path | None, console: Console) -> Run:
-    """Carry out a new run."""
+    """Carry out a new run.
+
+    Args:
+        config: the configuration.
+        out: the folder to make; None: a new one in ./runs.
+        console: where progress goes.
+
+    Returns:
+        The finished run.
+    """
     experiment, folder = begin(config, out)
     return train_all([experiment], [folder], console)[0]
 
 
 def resume(folder: Path, console: Console) -> Run:
-    """Continue a run that was stopped; a finished run is left as it is."""
+    """Continue a run that was stopped; a finished run is left as it is.
+
+    Args:
+        folder: the run's folder.
+        console: where progress goes.
+
+    Returns:
+        The finished run.
+    """
     return carry_out([RunFolder(folder).config()], [folder], console)[0]
 
 
 def carry_out(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
-    """Carry out runs that are alike but for their seeds, new or resumed; on a GPU their cohorts train as one batch."""
+    """Carry out runs that are alike but for their seeds; on a GPU their cohorts train as one batch.
+
+    Args:
+        configs: a configuration for each run.
+        folders: a folder for each; a run that has been begun goes on.
+        console: where progress goes.
+
+    Returns:
+        The finished runs.
+    """
     experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
     return train_all(experiments, folders, console)
 
 
 def train_all(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> list[Run]:
-    """Train every method of these runs that has no result yet, and write their reports."""
+    """Train every method that has no result yet, and write reports.
+
+    Args:
+        experiments: the runs.
+        folders: a folder for each.
+        console: where progress goes.
+
+    Returns:
+        The finished runs.
+    """
     from perfed.report.folder import write_report  # imports matplotlib, which takes long
 
     train(experiments, folders, console)

@@ -19,7 +19,7 @@ def test_every_module_is_on_the_page():
     for line in PAGE.splitlines():
         if line.startswith("| `"):
             cells = line.split("|")
-            rows |= dict.fromkeys(re.findall(r"`(\w+)`", cells[1]), set(re.findall(r"`([\w/]+)`", cells[3])))
+            rows |= {room: set(re.findall(r"`([\w/]+)`", cells[3])) for room in re.findall(r"`(\w+)`", cells[1])}
     missing, listed = [], set()
     for path in SOURCE.rglob("*.py"):
         room, *rest = path.relative_to(SOURCE).with_suffix("").parts
@@ -36,7 +36,9 @@ def test_every_module_is_on_the_page():
 def ways():
     """Every list of calls below a mark, as qualified names."""
     parts = PAGE.split("<!-- way -->")[1:]
-    return [re.findall(r"^\d+\. `([\w.]+)`", part.partition("\n\n**")[0].partition("\n\n##")[0], re.M) for part in parts]
+    return [
+        re.findall(r"^\d+\. `([\w.]+)`", part.partition("\n\n**")[0].partition("\n\n##")[0], re.M) for part in parts
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +9,6 @@ import typer
 from perfed import engines, models, wire
 from perfed.cli.options import Json
 from perfed.cli.output import answer
-from perfed.core.discover import members
 from perfed.core.errors import Problem, nearest
 from perfed.data.catalog import datasets, partitions
 from perfed.studies.papers import protocol
@@ -22,7 +20,7 @@ KINDS = {
     "partitions": partitions,
     "models": models.networks,
     "engines": engines.engines,
-    "wire": lambda: members(Path(wire.__file__).parent, "Transform"),
+    "wire": wire.treatments,
     "tables": lambda: {name: protocol.find(name).title for name in protocol.names()},
 }
 

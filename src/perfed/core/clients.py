@@ -75,7 +75,7 @@ class Clients:
         return tuple(self.train.x.shape[1:])
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of x as the network wants them: of its type, images normalised."""
+        """Return rows of x as a network wants them: of its `dtype`, images normalised."""
         if x.dtype != torch.uint8:
             return x.to(dtype)
         x = x.to(dtype).div_(255)  # a copy already, so the rest is done in place

@@ -128,7 +128,7 @@ class Data(ABC):
         return self._mean(fn, given, split)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
-        """Return the number of steps that a fold of this length takes for this client, as a tensor."""
+        """Return the number of steps that a fold of so many `epochs` or `steps` takes for this client, as a tensor."""
         plan = self._plan(epochs, steps, 1, 0)
         cut = lambda whole: whole if self.done is None else part(whole, self.done, self.epochs)
         if plan.steps is not None:

@@ -145,6 +145,9 @@ class Method(ABC):
         Args:
             server: the server's state.
             cohort: weighted means and rows of what the clients sent.
+
+        Returns:
+            The server's state for the next exchange.
         """
 
     @abstractmethod
@@ -161,7 +164,7 @@ class Method(ABC):
         """
 
     def newcomer(self, server: State, /) -> Down:
-        """Make what the server sends to ONE client that never took part; by default what it sends to everybody."""
+        """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""
         down = self.broadcast(server, torch.arange(0))
         if leaves(down.own):
             name = type(self).__name__
@@ -169,19 +172,30 @@ class Method(ABC):
         return down
 
     def select(self, server: State, ids: list[int], /) -> list[int]:  # noqa: ARG002
-        """Return those of the sampled clients who take part in this round: at least one, by default all."""
+        """Return who of the sampled clients takes part in this round.
+
+        Args:
+            server: the server's state.
+            ids: the sampled clients, ascending.
+
+        Returns:
+            At least one of them; by default all.
+        """
         return ids
 
     def show(self, server: State, ids: Tensor, /) -> Down:
-        """Make what clients receive for an evaluation, which is no traffic; by default what a round begins with."""
+        """Return what the clients `ids` receive of a `server` for an evaluation; by default what a round begins with.
+
+        It is no traffic.
+        """
         return self.broadcast(server, ids)
 
     def extra_traffic(self, server: State, /) -> dict[str, int]:  # noqa: ARG002
-        """Return how many numbers other parties sent in the round just done, by name, such as cloud to team."""
+        """Return how many numbers other parties sent in the round that made this `server`, such as cloud to team."""
         return {}
 
     def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002
-        """Return plain numbers that are logged with every evaluation, such as cluster sizes."""
+        """Return plain numbers of a `server` that are logged with every evaluation, such as cluster sizes."""
         return {}
 
     # ------------------------------------------------------------------ tools
@@ -191,12 +205,12 @@ class Method(ABC):
         return self.model.weights.only(theta - centre) if self.model.fixed else theta - centre
 
     def gradient(self, theta: Tensor, batch: Batch, given: Any = (), /) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Return the gradient of a batch's loss, and theta with fresh statistics."""
+        """Return the gradient of a batch's loss at theta, and theta with fresh statistics; `given` is not looked at."""
         g, theta, _ = self.model.grad(theta, batch)
         return g, theta
 
     def start(self, theta: Tensor) -> Any:
-        """Return the optimiser's state before its first step."""
+        """Return the optimiser's state before its first step from theta."""
         if self.optimizer != "sgd":
             return adam_start(theta)
         return torch.zeros_like(theta if self.momentum else theta[:0])  # without momentum there is nothing to carry
@@ -266,7 +280,7 @@ class Method(ABC):
         return data.fold(step, carry, given, epochs=epochs, steps=steps, stream=stream)[0]
 
     def rate(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return loss and accuracy (1 or 0) of each model on every sample of a batch."""
+        """Return loss and accuracy (1 or 0) of each of the `models` on every sample of a batch."""
         out: dict[str, dict[str, Tensor]] = {}
         for name, theta in models.items():
             logits, _ = self.model.apply(theta, batch.x)
@@ -275,20 +289,29 @@ class Method(ABC):
         return out
 
     def at_rate(self, lr: float) -> Self:
-        """Return this method with another learning rate, for a phase of its own."""
+        """Return this method with the learning rate `lr`, for a phase of its own."""
         other = copy.copy(self)
         object.__setattr__(other, "lr", lr)  # frozen for everybody else
         return other
 
     def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return mean loss and accuracy of each model on a batch."""
+        """Return mean loss and accuracy of each of the `models` on a batch."""
         rates, weight = self.rate(batch, models), batch.weight
         if weight is None:
             return tree_map(lambda each: each.sum() / len(batch.y), rates)
         return tree_map(lambda each: (each * weight).sum() / weight.sum(), rates)
 
     def models(self, client: State, down: Down, data: Data) -> dict[str, Tensor]:
-        """Return what is evaluated and saved for a client: its personal model, fine-tuned where that is asked for."""
+        """Return what is evaluated and saved for a client: its personal model, fine-tuned where that is asked for.
+
+        Args:
+            client: the client's state.
+            down: what `show` makes for an evaluation.
+            data: the client's samples.
+
+        Returns:
+            Name -> theta.
+        """
         own = self.personalise(client, down, data)
         models = dict(own) if isinstance(own, dict) else {"personal": own}
         if self.fine_tune:
@@ -297,5 +320,15 @@ class Method(ABC):
         return models
 
     def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
-        """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept."""
+        """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept.
+
+        Args:
+            theta: the personal model.
+            client: the client's state.
+            down: what `show` makes for an evaluation.
+            data: the client's samples.
+
+        Returns:
+            The model after plain local training, or what a method does instead.
+        """
         return self.descend(theta, data, epochs=self.fine_tune, stream=FINE_TUNING)

@@ -66,7 +66,7 @@ class Part:
         return int(self.mask.sum())
 
     def take(self, theta: Tensor) -> Tensor:
-        """Return only these entries: [len(part)]."""
+        """Return only these entries of `theta`: [len(part)]."""
         return theta.index_select(0, self.index)
 
     def put(self, theta: Tensor, values: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Model:
             return self.build()
 
     def init(self, seed: int) -> Tensor:
-        """Return theta of a freshly built network; equal seeds give equal numbers."""
+        """Return theta of a network freshly built from `seed`; equal seeds give equal numbers."""
         if seed not in self._inits:
             self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()
@@ -228,12 +228,12 @@ class Model:
         return theta
 
     def state_dict(self, theta: Tensor) -> dict[str, Tensor]:
-        """Return theta as named tensors, each in its own memory."""
+        """Return `theta` as named tensors, each in its own memory."""
         pieces = zip(self.shapes.items(), theta.split(self._sizes), strict=False)  # the last piece is padding
         return {name: piece.detach().reshape(shape).clone() for (name, shape), piece in pieces}
 
     def module(self, theta: Tensor) -> nn.Module:
-        """Return an ordinary nn.Module with these numbers, in eval mode."""
+        """Return an ordinary nn.Module with the numbers of `theta`, in eval mode."""
         net = self._fresh(seed=0).to(self.dtype)
         state = net.state_dict() | {name: t.cpu() for name, t in self.state_dict(theta).items()}
         net.load_state_dict(state)
@@ -317,7 +317,7 @@ class Model:
         return out, seen[0].flatten(1), theta
 
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the mean cross-entropy of a batch, and theta with fresh statistics."""
+        """Return the mean cross-entropy of a batch, and theta with fresh statistics if `train`."""
         out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         return average(self._losses(out, batch.y), batch.weight), theta
 

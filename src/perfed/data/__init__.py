@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from perfed.core.discover import load_member
 from perfed.data.catalog import check
 from perfed.data.config import DataConfig
+from perfed.discover import load_member
 
 if TYPE_CHECKING:
     from perfed.core.clients import Clients

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perfed.core.discover import constants, members, parse
 from perfed.core.errors import Problem, nearest
 from perfed.data.config import DataConfig
+from perfed.discover import constants, members, parse
 
 SOURCES = Path(__file__).parent / "sources"
 SCHEMES = Path(__file__).parent / "schemes"

@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-from perfed.core.discover import load_member
 from perfed.core.errors import Problem
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.pool import TEST, TRAIN, VAL, Pool
+from perfed.discover import load_member
 
 _PARTITION = 1  # the random stream of this purpose
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from perfed.core.discover import constants, describe, parse
+from perfed.discover import constants, describe, parse
 
 AUTO = "vectorised on a GPU, workers on several cores, else sequential"  # what `pick_engine` decides
 

@@ -35,6 +35,9 @@ class Faults:
             round: the round's number.
             ids: who is asked.
             epochs: E, of which a straggler finishes some.
+
+        Returns:
+            Who answers, who does not, and how much of the work is done.
         """
         lost = draw_share(derive(seed, DROPOUT, round), ids, self.dropout)
         left = [id for id in ids if id not in lost]

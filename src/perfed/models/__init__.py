@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfed.core.discover import load_member, members
 from perfed.core.errors import Problem, nearest
+from perfed.discover import load_member, members
 from perfed.models.config import ModelConfig
 
 if TYPE_CHECKING:

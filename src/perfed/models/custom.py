@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import nn
 
-from perfed.core.discover import load_file
 from perfed.core.errors import Problem, nearest
+from perfed.discover import load_file
 
 
 def load(name: str, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:

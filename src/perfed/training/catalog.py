@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from perfed.core.discover import describe, load_file, load_member, parse
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import convert
+from perfed.discover import describe, load_file, load_member, parse
 
 METHODS = Path(__file__).parent.parent / "methods"
 BASE = Path(__file__).parent.parent / "core" / "method.py"

@@ -1,27 +1,27 @@
-"""What may happen to an upload between a client and the server, one file per treatment.
+"""What may happen to an upload between a client and the server: a treatment is a file with a class from `Transform`.
 
 Importing this needs no torch.
 """
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfed.core.errors import Problem, nearest
+from perfed.discover import load_member, members
 
 if TYPE_CHECKING:
     from perfed.wire.base import Transform
 
 
-def names() -> list[str]:
-    """Return the names of the treatments there are.
+def treatments() -> dict[str, str]:
+    """Return the treatments there are, by name, and what each does.
 
-    >>> names()
+    >>> list(treatments())
     ['identity']
     """
-    return sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__init__", "base"))
+    return members(Path(__file__).parent, "Transform")
 
 
 def check(name: str) -> None:
@@ -30,8 +30,8 @@ def check(name: str) -> None:
     Args:
         name: what a configuration says.
     """
-    if name not in names():
-        raise Problem(f"run.wire: there is no treatment of uploads '{name}'{nearest(name, names())}")
+    if name not in treatments():
+        raise Problem(f"run.wire: there is no treatment of uploads '{name}'{nearest(name, treatments())}")
 
 
 def treatment(name: str) -> Transform:
@@ -41,9 +41,11 @@ def treatment(name: str) -> Transform:
         name: that of its file.
 
     Returns:
-        An instance of the class that the file defines.
+        An instance of the class that the file derives from Transform.
     """
+    from perfed.wire.base import Transform  # imports torch
+
     check(name)
-    module = importlib.import_module(f"{__name__}.{name}")
-    classes = [value for value in vars(module).values() if isinstance(value, type)]
-    return next(kind for kind in classes if kind.__module__ == module.__name__)()
+    module = load_member(__name__, name)
+    kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Transform)]
+    return next(kind for kind in kinds if kind.__module__ == module.__name__)()

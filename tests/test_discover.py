@@ -2,8 +2,8 @@
 
 import pytest
 
-from perfed.core.discover import constants, load_file, members, parse
 from perfed.core.errors import Problem
+from perfed.discover import constants, load_file, members, parse
 
 
 @pytest.fixture
