@@ -39,6 +39,7 @@ class Method(ABC):
             global model.
         category: place in the survey's taxonomy.
         vectorised: False where `local` cannot run under vmap; it then runs client by client.
+        mixture: True where clients mix branches, with the weights that `weights(client)` returns.
     """
 
     model: Model
@@ -59,6 +60,7 @@ class Method(ABC):
     evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"
     category: ClassVar[str] = ""
     vectorised: ClassVar[bool] = True
+    mixture: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         checked(self, type(self).__name__.lower(), skip=("model",))
@@ -170,6 +172,20 @@ class Method(ABC):
             name = type(self).__name__
             raise Problem(f"{name} keeps something for each client it knows, so it has nothing to send to a new one")
         return down
+
+    def global_model(self, server: State, /) -> Tensor:
+        """Return the model that the server has for everybody.
+
+        By default all that the server has; where it has nothing, the initial model.
+
+        Args:
+            server: the server's state.
+        """
+        if isinstance(server, Tensor):
+            return server
+        if leaves(server):
+            raise Problem(f"{type(self).__name__} does not say which model its server has for everybody")
+        return self.model.init(self.seed)
 
     def select(self, server: State, ids: list[int], /) -> list[int]:  # noqa: ARG002
         """Return who of the sampled clients takes part in this round.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from perfed.accel import autotune
 from perfed.accel.autotune import prepared
 from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem
@@ -53,6 +54,7 @@ class Vectorised(Engine):
             options: those of every engine.
         """
         self.kernels, self.block = fast, block
+        self._tuned_before = autotune.seconds
         super().__init__(*jobs, **options)
         self.clients, self.offsets = self._one_table()
         self.runner = Runner(compile, tuple(sorted(sizes)))
@@ -87,6 +89,16 @@ class Vectorised(Engine):
     def useful(self) -> float:
         """Return the share of the executed sample slots that held a sample."""
         return self.runner.useful / max(self.runner.executed, 1)
+
+    @property
+    def tuning_seconds(self) -> float:
+        """Time spent on choosing kernels since this engine was made."""
+        return autotune.seconds - self._tuned_before
+
+    @property
+    def recording_seconds(self) -> float | None:
+        """Time spent on recording steps, with the choice of kernels; None where steps are not recorded."""
+        return None if self.runner.recorder is None else self.runner.recorder.seconds
 
     def _each(self, works: Sequence[Work]) -> list[Results]:
         """Return results of every piece of work; the clients of all runs are rows of the same blocks."""

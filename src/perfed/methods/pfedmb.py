@@ -40,6 +40,7 @@ class PFedMB(Method):
 
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"
+    mixture = True
 
     def check(self):
         if self.optimizer != "sgd":
@@ -57,8 +58,11 @@ class PFedMB(Method):
     def init_client(self):
         return self.model.zeros().new_full((self.branches, self.layers.L), 1 / self.branches)
 
+    def weights(self, a):  # alpha [B, L], layer by layer
+        return convex(a, self.simplex)
+
     def alpha_step(self, a, batch, W):
-        g, _ = self.gradient(self.layers.blend(convex(a, self.simplex), W), batch)
+        g, _ = self.gradient(self.layers.blend(self.weights(a), W), batch)
         return convex_step(a, self.layers.slopes(W, g), self.alpha_lr, self.simplex)
 
     def W_step(self, carry, batch, s):
@@ -69,7 +73,7 @@ class PFedMB(Method):
 
     def train(self, a, W, data, epochs=None, stream=0):
         a = data.fold(self.alpha_step, a, W, epochs=epochs, stream=stream + 1)
-        alpha = convex(a, self.simplex)
+        alpha = self.weights(a)
         start, s, c = self.layers.blend(alpha, W), self.layers.spread((alpha**2).sum(0)), torch.ones_like(alpha[0])
         carry = start, self.start(start), c, 0 * c
         theta, _, c, _ = data.fold(self.W_step, carry, s, epochs=epochs, stream=stream)
@@ -83,7 +87,7 @@ class PFedMB(Method):
         return a, Up(own={**sent, "n": data.size.to(theta.dtype)})
 
     def terms(self, sent):  # what eq. 5 averages with n_i: alpha_b, alpha_b c and alpha_b^2 D
-        alpha = convex(sent["a"], self.simplex)
+        alpha = self.weights(sent["a"])
         use = alpha if self.weighted else torch.ones_like(alpha)
         return {"use": use, "keep": use * sent["c"], "move": self.layers.spread(use * alpha) * sent["D"]}
 
@@ -98,7 +102,7 @@ class PFedMB(Method):
         return spread(torch.where(used, mean["keep"] / use, 1.0)) * server - spread(used / use) * mean["move"]
 
     def personalise(self, a, down, data):
-        return self.layers.blend(convex(a, self.simplex), down.shared)
+        return self.layers.blend(self.weights(a), down.shared)
 
     def tuned(self, theta, a, down, data):
         return self.train(a, down.shared, data, self.fine_tune, FINE_TUNING)[3]

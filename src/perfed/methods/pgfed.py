@@ -85,5 +85,16 @@ class PGFed(Method):
         alpha = torch.full_like(server["c"], 1 / len(server["c"]))
         return Down(shared=down.shared, own={"alpha": alpha, "mixed": down.shared["mean"]})
 
+    def global_model(self, server):
+        return server["w"]
+
+    @staticmethod
+    def kept(server):  # all that `change` reads
+        return {"alpha": server["alpha"], "ids": server["ids"]}
+
+    @staticmethod
+    def change(server):  # of alpha since the start (Figure 3)
+        return server["alpha"].double() - 1 / len(server["ids"])
+
     def personalise(self, client, down, data):
         return client["theta"]

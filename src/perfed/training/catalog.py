@@ -54,6 +54,7 @@ class Entry:
     evaluates: str
     category: str
     vectorised: bool
+    mixture: bool
 
     @property
     def shipped(self) -> bool:
@@ -128,7 +129,7 @@ class _Class(NamedTuple):
     fields: dict[str, Field]
 
 
-_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True}  # constants of a method's class
+_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True, "mixture": False}  # constants of a method's class
 
 
 def _read(path: Path) -> Entry:
