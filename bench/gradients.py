@@ -36,7 +36,7 @@ CASES = [
 
 
 def measure(name: str, shape: tuple[int, ...], batch_size: int) -> dict[str, object]:
-    """Median milliseconds of one gradient, each way."""
+    """Measure the median milliseconds of a gradient, each way."""
     build = make_network(ModelConfig(name=name, hidden=100, norm="batch"), shape, 10)
     model = Model(build)
     plain, ours = FastModel(model, fused=False), FastModel(model)
@@ -69,6 +69,6 @@ def measure(name: str, shape: tuple[int, ...], batch_size: int) -> dict[str, obj
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    found = [measure(*case) for case in CASES]
+    measured = [measure(*case) for case in CASES]
     about = {"cpu": processor(), "torch": torch.__version__, "commit": commit(), "repeats": REPEATS}
-    sys.stdout.write(json.dumps({"gradients": found, **about}, indent=1) + "\n")
+    sys.stdout.write(json.dumps({"gradients": measured, **about}, indent=1) + "\n")

@@ -21,5 +21,5 @@ class PairsOfPixels(nn.Module):
 
 
 def pfedmt(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """2,362,874 numbers for MNIST."""
+    """Make the network; for MNIST it has 2,362,874 numbers."""
     return PairsOfPixels(*shape, classes)

@@ -26,7 +26,7 @@ BRANCHES, CLIENTS, SAMPLES, REPEATS = 5, 2, 320, 5
 
 
 def seconds(method, clients: Clients) -> float:
-    """CPU time of one round, from download to the server's average."""
+    """Measure the CPU time of a round, from download to the server's average."""
     federation = Federation(Sequential(Job(method, clients)))
     began = time.process_time()
     federation.step()
@@ -34,7 +34,7 @@ def seconds(method, clients: Clients) -> float:
 
 
 def measure(batch_size: int) -> dict[str, float]:
-    """Seconds per step of both, and their ratio."""
+    """Measure the seconds per step of both, and their ratio."""
     draw = torch.Generator().manual_seed(0)
     count = CLIENTS * SAMPLES
     x, y = torch.rand(count, 3, 32, 32, generator=draw), torch.randint(0, 10, (count,), generator=draw)

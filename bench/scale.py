@@ -31,12 +31,12 @@ COMMAND = (
 
 
 def peak() -> float:
-    """The largest resident set so far, in MB."""
+    """Return the largest resident set so far, in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e3 if sys.platform == "linux" else 1e6)
 
 
 def table(clients: int, each: int, shape: tuple[int, ...], image: bool):
-    """Random samples, `each` for every client: 4 of 5 to train, 1 of 5 to test."""
+    """Make random samples, `each` for every client: 4 of 5 to train, 1 of 5 to test."""
     import torch
 
     from perfed.core.clients import Clients, Split
@@ -57,7 +57,7 @@ def table(clients: int, each: int, shape: tuple[int, ...], image: bool):
 
 
 def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,), **settings):
-    """A method on the sequential engine: one thread, one process."""
+    """Make a federation on the sequential engine: one thread, one process."""
     import torch
 
     from perfed.core.model import Model
@@ -76,7 +76,7 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
 
 
 def memory(clients: int, megabytes: int) -> dict:
-    """Ditto on LeNet, ten clients a round until each of `clients` has a state, then a checkpoint and an evaluation."""
+    """Run Ditto on LeNet, ten clients a round until each has a state, then a checkpoint and an evaluation."""
     from perfed.models.lenet import LeNet
     from perfed.training.folder import MethodFolder
     from perfed.training.observers.checkpoint import Checkpoints
@@ -106,7 +106,7 @@ def memory(clients: int, megabytes: int) -> dict:
 
 
 def start(clients: int) -> dict:
-    """From the start of the process, imports and data included, until the first round begins."""
+    """Measure from the start of the process, imports and data included, until the first round begins."""
     began, command = float(os.environ["BEGAN"]), COMMAND.format(clients=clients, share=10 / clients, rounds=1)
     from perfed.cli import app
     from perfed.federation.federation import Federation
@@ -114,10 +114,10 @@ def start(clients: int) -> dict:
     class Begun(BaseException):
         pass
 
-    def step(*_):
+    def begin(*_):
         raise Begun
 
-    Federation.step = step
+    Federation.begin = begin
     with tempfile.TemporaryDirectory() as folder:
         sys.argv = ["perfed", *command.split(), "--quiet", "--out", f"{folder}/run"]
         with contextlib.suppress(Begun):
@@ -131,7 +131,7 @@ def start(clients: int) -> dict:
 
 
 def rounds(few: int, many: int) -> dict:
-    """A round of ten clients among few and among many, in turns; Ditto, a multinomial logistic regression."""
+    """Measure a round of ten clients among few and among many, in turns: Ditto, multinomial logistic regression."""
     from torch import nn
 
     network = lambda: nn.Sequential(nn.Flatten(), nn.Linear(60, 10))
@@ -148,15 +148,16 @@ def rounds(few: int, many: int) -> dict:
 
 
 def whole(clients: int) -> dict:
-    """The command itself, with 100 clients a round for 20 rounds, an evaluation of all and the report."""
+    """Run the command itself, with 100 clients a round for 20 rounds, an evaluation of all and the report."""
+    from perfed.training.folder import RunFolder
+
     command = COMMAND.format(clients=clients, share=100 / clients, rounds=20)
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         words = [Path(sys.executable).parent / "perfed", *command.split(), "--quiet", "--out", f"{folder}/run"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         wall, used = time.time() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        lines = (Path(folder) / "run" / "fedavg" / "times.jsonl").read_text().splitlines()
-        times = [json.loads(line)["seconds"] for line in lines]
+        times = RunFolder(Path(folder) / "run").method("fedavg").seconds()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {
         "registered": clients,
@@ -171,10 +172,10 @@ def whole(clients: int) -> dict:
 
 
 def curve(kind: str) -> list[dict]:
-    """CPU seconds of a round of FedAvg against the clients in it, or against the width of an MLP (10 clients)."""
+    """Measure a round of FedAvg against the clients in it, or against the width of an MLP (10 clients)."""
     from torch import nn
 
-    data, found = table(200, 125, (60,), image=False), []
+    data, points = table(200, 125, (60,), image=False), []
     sizes = [(c, 64) for c in (1, 2, 5, 10, 20, 50, 100, 200)]
     if kind == "width":
         sizes = [(10, h) for h in (16, 64, 256, 1024, 4096, 16384)]
@@ -186,8 +187,8 @@ def curve(kind: str) -> list[dict]:
             fed.step()
             spent.append(time.process_time() - began)
         seconds = round(statistics.median(spent[1:]), 5)
-        found.append({"curve": kind, "cohort": cohort, "parameters": fed.method.model.P, "cpu_seconds": seconds})
-    return found
+        points.append({"curve": kind, "cohort": cohort, "parameters": fed.method.model.P, "cpu_seconds": seconds})
+    return points
 
 
 # ---------------------------------------------------------------------- all together
@@ -203,7 +204,7 @@ PARTS = {
 
 
 def fresh(call: tuple) -> object:
-    """What one of the functions above finds in a new process."""
+    """Call one of the functions above in a new process."""
     words = [sys.executable, str(HERE), "--in-process", json.dumps(call)]
     done = subprocess.run(
         words, check=True, capture_output=True, text=True, env=os.environ | {"BEGAN": str(time.time())}
@@ -212,7 +213,7 @@ def fresh(call: tuple) -> object:
 
 
 def machine() -> dict:
-    """What the numbers depend on."""
+    """Say what the numbers depend on."""
     import torch
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE.parent, capture_output=True, text=True)
@@ -227,7 +228,7 @@ def machine() -> dict:
 
 
 def draw(curves: list[dict], path: Path) -> None:
-    """Two panels, both axes logarithmic, with a line of slope one to compare with."""
+    """Draw two panels, both axes logarithmic, with a line of slope one to compare with."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -238,7 +239,7 @@ def draw(curves: list[dict], path: Path) -> None:
         ("width", "parameters", "parameters of the model", "10 clients in the round"),
     )
     for axes, (kind, column, label, title) in zip(figure.subplots(1, 2), panels, strict=True):
-        x, y = zip(*[(one[column], one["cpu_seconds"]) for one in curves if one["curve"] == kind], strict=True)
+        x, y = zip(*[(point[column], point["cpu_seconds"]) for point in curves if point["curve"] == kind], strict=True)
         axes.loglog(x, y, marker="o", color="#1f77b4", label="a round of FedAvg")
         axes.loglog(x, [y[-1] * v / x[-1] for v in x], linestyle=":", color="#7f7f7f", label="in proportion")
         axes.set(xlabel=label, ylabel="CPU seconds per round", title=title)
@@ -253,24 +254,25 @@ def draw(curves: list[dict], path: Path) -> None:
 def main() -> None:
     """Measure what was asked for, print it, and keep it where that was everything."""
     wanted = sys.argv[1:] or list(PARTS)
-    found: dict = machine()
+    measured: dict = machine()
     for part in wanted:
         results = [fresh(call) for call in PARTS[part]]
-        found[part] = results if len(results) > 1 else results[0]
-    if "memory" in found:
-        few, many, _ = (one["peak_rss_mb"] for one in found["memory"])
-        found["memory_above_100_clients_mb"] = round(many - few, 1)
-    if "start" in found:
-        found["start"] = min(found["start"], key=lambda one: one["wall_seconds"])  # other programs only ever add
-    curves = [point for one in found.pop("curves", []) for point in one]
+        measured[part] = results if len(results) > 1 else results[0]
+    if "memory" in measured:
+        few, many, _ = (part["peak_rss_mb"] for part in measured["memory"])
+        measured["memory_above_100_clients_mb"] = round(many - few, 1)
+    if "start" in measured:
+        fastest = lambda attempt: attempt["wall_seconds"]  # other programs only ever add
+        measured["start"] = min(measured["start"], key=fastest)
+    curves = [point for points in measured.pop("curves", []) for point in points]
     if not sys.argv[1:]:
-        (RESULTS / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "scale.json").write_text(json.dumps(measured, indent=1) + "\n")
         with (RESULTS / "curves.csv").open("w", newline="") as file:
             writer = csv.DictWriter(file, list(curves[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(curves)
         draw(curves, RESULTS / "curves.png")
-    sys.stdout.write(json.dumps(found | ({"curves": curves} if curves else {}), indent=1) + "\n")
+    sys.stdout.write(json.dumps(measured | ({"curves": curves} if curves else {}), indent=1) + "\n")
 
 
 if __name__ == "__main__":

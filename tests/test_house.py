@@ -95,7 +95,6 @@ ONLY = {
 PENDING = {
     "engines/__init__",
     "federation/faults",
-    "studies/bench/gpu",
     "studies/compare",
     "studies/measures",
     "studies/papers/make",

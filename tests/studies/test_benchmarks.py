@@ -1,5 +1,8 @@
 """Benchmarks measure the same thing on both sides. How fast is not asserted: that is for the benchmarks to say."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,11 +10,12 @@ from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Vectorised
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
 from perfed.models.config import ModelConfig
-from perfed.studies.bench import cpu, find
+from perfed.studies.bench import cpu, find, gpu
 from perfed.studies.bench.plain import Loop
 
 
@@ -41,6 +45,20 @@ def test_cpu():
     text = "\n".join(cpu.report(found))
     assert "target 0.70" in text
     assert "synthetic" in text
+
+
+def test_the_gpu_report_has_a_line_for_each_row():
+    measured = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gpu.json").read_text())
+    head, *lines = gpu.report(measured)
+    assert measured["device"] in head
+    assert len(lines) == sum(len(measured[part]) for part in ("steps", "methods", "runs"))
+    assert all("reached" in line for line in lines)
+
+
+def test_an_engine_says_how_long_it_prepares(clients, model):
+    engine = Vectorised(Job(FedAvg(model), clients))
+    Federation(engine).step()
+    assert (engine.tuning_seconds, engine.recording_seconds) == (0, None)  # a CPU needs neither
 
 
 def test_unknown():

@@ -13,7 +13,7 @@ from perfed.core.errors import Problem, nearest
 
 
 def find(name: str) -> Any:
-    """The benchmark of this name."""
+    """Import the benchmark of this name."""
     known = [module.name for module in pkgutil.iter_modules(__path__) if module.name != "plain"]
     if name not in known:
         raise Problem(f"there is no benchmark '{name}'{nearest(name, known)}")

@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,32 +53,18 @@ WORKLOADS = (
 )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Medians over repetitions, per round."""
-
-    workload: str
-    plain_cpu_s: float
-    perfed_cpu_s: float
-    cpu_ratio: float
-    cpu_target: float
-    cpu_reached: bool
-    plain_wall_s: float
-    workers_cpu_s: float | None  # of all workers together, mean of all rounds, without their parent's
-    workers_wall_s: float | None
-    wall_ratio: float | None
-    wall_target: float | None
-    wall_reached: bool | None
-    plain_accuracy: float
-    perfed_accuracy: float
-
-
 def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """All workloads; `quick` is a try-out on a few samples, whose ratios mean nothing."""
+    """Measure all workloads.
+
+    Args:
+        repeats: rounds to measure, after one that warms up.
+        quick: a try-out on a few samples, whose ratios mean nothing.
+        say: is told how far the measurement is.
+    """
     torch.set_num_threads(1)
     clients, source = _clients(quick)
     load = os.getloadavg()[0]
-    findings = [_compare(one, clients, 1 if quick else repeats, say) for one in WORKLOADS]
+    findings = [_compare(workload, clients, 1 if quick else repeats, say) for workload in WORKLOADS]
     return {
         "benchmark": "cpu",
         "data": source,
@@ -88,7 +74,7 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
         "repeats": 1 if quick else repeats,
         "quick": quick,
         "workers": WORKERS,
-        "findings": [asdict(one) for one in findings],
+        "findings": findings,
         "machine": {"cpu": processor(), "cores": cores(), "platform": platform.platform()},
         "load": {"before": round(load, 2), "after": round(os.getloadavg()[0], 2)},  # above 1, wall times are doubtful
         "python": platform.python_version(),
@@ -98,26 +84,26 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
     }
 
 
-def report(found: dict[str, Any]) -> list[str]:
-    """What was found, for people."""
-    machine = found["machine"]
-    lines = [f"{found['data']}, {found['clients']} clients, {found['training_samples']} training samples, one epoch"]
-    lines += [f"{machine['cpu']}, {machine['cores']} cores, torch {found['torch']}, median of {found['repeats']}"]
-    if found["load"]["before"] > 1:
-        lines += [f"the machine was busy (load {found['load']['before']}): do not trust wall times"]
-    for one in found["findings"]:
+def report(measured: dict[str, Any]) -> list[str]:
+    """Say for people what was measured."""
+    machine, data, load = measured["machine"], measured["data"], measured["load"]["before"]
+    lines = [f"{data}, {measured['clients']} clients, {measured['training_samples']} training samples, one epoch"]
+    lines += [f"{machine['cpu']}, {machine['cores']} cores, torch {measured['torch']}, median of {measured['repeats']}"]
+    if load > 1:
+        lines += [f"the machine was busy (load {load}): do not trust wall times"]
+    for row in measured["findings"]:
         lines += [
             "",
-            one["workload"],
-            f"  plain loop   {one['plain_cpu_s']:8.2f} CPU s a round   accuracy {one['plain_accuracy']:.3f}",
-            f"  perfed       {one['perfed_cpu_s']:8.2f} CPU s a round   accuracy {one['perfed_accuracy']:.3f}",
-            f"  ratio        {one['cpu_ratio']:8.2f}   {_verdict(one['cpu_target'], one['cpu_reached'])}",
+            row["workload"],
+            f"  plain loop   {row['plain_cpu_s']:8.2f} CPU s a round   accuracy {row['plain_accuracy']:.3f}",
+            f"  perfed       {row['perfed_cpu_s']:8.2f} CPU s a round   accuracy {row['perfed_accuracy']:.3f}",
+            f"  ratio        {row['cpu_ratio']:8.2f}   {_verdict(row['cpu_target'], row['cpu_reached'])}",
         ]
-        if one["wall_ratio"] is not None:
+        if row["wall_ratio"] is not None:
             lines += [
-                f"  {found['workers']} workers    {one['workers_wall_s']:8.2f} s of wall time; "
-                f"the plain loop {one['plain_wall_s']:.2f}; the workers' CPU s {one['workers_cpu_s']:.2f}",
-                f"  ratio        {one['wall_ratio']:8.2f}   {_verdict(one['wall_target'], one['wall_reached'])}",
+                f"  {measured['workers']} workers    {row['workers_wall_s']:8.2f} s of wall time; "
+                f"the plain loop {row['plain_wall_s']:.2f}; the workers' CPU s {row['workers_cpu_s']:.2f}",
+                f"  ratio        {row['wall_ratio']:8.2f}   {_verdict(row['wall_target'], row['wall_reached'])}",
             ]
     return lines
 
@@ -138,27 +124,32 @@ def _clients(quick: bool) -> tuple[Clients, str]:
         x = torch.randint(0, 256, (sum(rows), 1, 28, 28), dtype=torch.uint8, generator=draw)
         return Split(x, torch.randint(0, 10, (sum(rows),), generator=draw), tuple(rows))
 
-    share = [1 + at % 5 + 3 * (at % 4) for at in range(4 if quick else 20)]
+    share = [1 + id % 5 + 3 * (id % 4) for id in range(4 if quick else 20)]
     train, test = split([scale * s * 3 // 8 for s in share]), split([scale * s // 8 for s in share])
     none = Split(train.x[:0], train.y[:0], (0,) * len(share))
-    names = tuple(f"client_{at:02}" for at in range(len(share)))
+    names = tuple(f"client_{id:02}" for id in range(len(share)))
     mean = std = torch.full((1, 1, 1), 0.5)
     return Clients(names, train, none, test, 10, mean, std), "synthetic pictures of the same shape"
 
 
-def _compare(one: Workload, clients: Clients, repeats: int, say: Callable[[str], None]) -> Finding:
-    build = make_network(one.model, clients.shape, clients.classes)
+def _compare(workload: Workload, clients: Clients, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure a workload on both sides; returns medians over repetitions, per round.
+
+    The workers' CPU seconds are of all workers together, mean of all rounds, without their parent's.
+    """
+    build = make_network(workload.model, clients.shape, clients.classes)
     samples = {name: _tensors(clients, name) for name in ("train", "test")}
-    plain = Loop(build, samples["train"], samples["test"], lr=one.lr, batch_size=one.batch_size, epochs=1)
-    method = FedAvg(Model(build), lr=one.lr, batch_size=one.batch_size, epochs=1)
+    settings: dict[str, Any] = {"lr": workload.lr, "batch_size": workload.batch_size, "epochs": 1}
+    plain = Loop(build, samples["train"], samples["test"], **settings)
+    method = FedAvg(Model(build), **settings)
     ours = Federation(Sequential(Job(method, clients)))
-    shared = Federation(Workers(Job(method, clients), workers=WORKERS)) if one.wall_target else None
+    shared = Federation(Workers(Job(method, clients), workers=WORKERS)) if workload.wall_target else None
     times: dict[str, list[tuple[float, float]]] = {"plain": [], "perfed": [], "workers": []}
     accuracy = {"plain": 0.0, "perfed": 0.0}
     children = _children()
     try:
-        for at in range(repeats + 1):  # the first round warms up: kernels are chosen, workers started
-            say(f"{one.name}: round {at} of {repeats}")
+        for number in range(repeats + 1):  # the first round warms up: kernels are chosen, workers started
+            say(f"{workload.name}: round {number} of {repeats}")
             times["plain"].append(_timed(lambda: accuracy.update(plain=plain.round())))
             times["perfed"].append(_timed(lambda: accuracy.update(perfed=_round(ours))))
             if shared is not None:
@@ -168,28 +159,29 @@ def _compare(one: Workload, clients: Clients, repeats: int, say: Callable[[str],
             shared.engine.close()
     cpu = {name: statistics.median(c for c, _ in taken[1:]) for name, taken in times.items() if taken}
     wall = {name: statistics.median(w for _, w in taken[1:]) for name, taken in times.items() if taken}
-    ratio = cpu["perfed"] / cpu["plain"]
-    wall_ratio = wall["workers"] / wall["plain"] if shared is not None else None
-    return Finding(
-        workload=one.name,
-        plain_cpu_s=round(cpu["plain"], 3),
-        perfed_cpu_s=round(cpu["perfed"], 3),
-        cpu_ratio=round(ratio, 3),
-        cpu_target=one.cpu_target,
-        cpu_reached=ratio <= one.cpu_target,
-        plain_wall_s=round(wall["plain"], 3),
-        workers_cpu_s=round((_children() - children) / (repeats + 1), 3) if shared is not None else None,
-        workers_wall_s=round(wall["workers"], 3) if shared is not None else None,
-        wall_ratio=None if wall_ratio is None else round(wall_ratio, 3),
-        wall_target=one.wall_target,
-        wall_reached=None if wall_ratio is None or one.wall_target is None else wall_ratio <= one.wall_target,
-        plain_accuracy=round(accuracy["plain"], 4),
-        perfed_accuracy=round(accuracy["perfed"], 4),
-    )
+    ratio, target = cpu["perfed"] / cpu["plain"], workload.wall_target
+    shares = dict.fromkeys(("workers_cpu_s", "workers_wall_s", "wall_ratio", "wall_target", "wall_reached"))
+    if shared is not None and target is not None:
+        wall_ratio = wall["workers"] / wall["plain"]
+        shares |= {"workers_cpu_s": round((_children() - children) / (repeats + 1), 3)}
+        shares |= {"workers_wall_s": round(wall["workers"], 3), "wall_ratio": round(wall_ratio, 3)}
+        shares |= {"wall_target": target, "wall_reached": wall_ratio <= target}
+    return {
+        "workload": workload.name,
+        "plain_cpu_s": round(cpu["plain"], 3),
+        "perfed_cpu_s": round(cpu["perfed"], 3),
+        "cpu_ratio": round(ratio, 3),
+        "cpu_target": workload.cpu_target,
+        "cpu_reached": ratio <= workload.cpu_target,
+        "plain_wall_s": round(wall["plain"], 3),
+        **shares,
+        "plain_accuracy": round(accuracy["plain"], 4),
+        "perfed_accuracy": round(accuracy["perfed"], 4),
+    }
 
 
 def _tensors(clients: Clients, name: str) -> Samples:
-    """Each client's samples as float tensors of its own: the plain loop gets them ready-made, outside its time."""
+    """Return each client's samples as float tensors: the plain loop gets them ready-made, outside its time."""
     split = clients.split(name)
     x = clients.ready(split.x, torch.float32)
     return [(a.clone(), b.clone()) for a, b in zip(x.split(split.size), split.y.split(split.size), strict=True)]
@@ -201,20 +193,20 @@ def _round(federation: Federation) -> float:
 
 
 def _timed(work: Callable[[], Any]) -> tuple[float, float]:
-    """(CPU seconds of this process, wall seconds)."""
+    """Return the CPU seconds of this process that something takes, and wall seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     work()
     return time.process_time() - cpu, time.perf_counter() - wall
 
 
 def _children() -> float:
-    """CPU seconds of processes that this one has started and that have ended."""
+    """Return the CPU seconds of processes that this one has started and that have ended."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def processor() -> str:
-    """The CPU's name, where the system says it."""
+    """Return the CPU's name, where the system says it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

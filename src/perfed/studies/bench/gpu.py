@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from perfed import __version__
-from perfed.accel import autotune
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import Method
@@ -66,12 +66,12 @@ class PflCNN(nn.Module):
 
 
 def network(name: str) -> Callable[[], nn.Module]:
-    """A network of ours, or that of pfl-research."""
+    """Return the factory of a network of ours, or of that of pfl-research."""
     return PflCNN if name == "pfl" else make_network(ModelConfig(name=name), SHAPE, CLASSES)
 
 
 def images(sizes: list[int], test: list[int]) -> Clients:
-    """Clients with random pictures."""
+    """Make clients with random pictures."""
     draw = torch.Generator().manual_seed(0)
 
     def split(counts: list[int]) -> Split:
@@ -84,21 +84,19 @@ def images(sizes: list[int], test: list[int]) -> Clients:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 3) -> float:
-    """The median time of a call, device work included."""
-    found = []
+    """Return the median time of a call, device work included."""
+    times = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         began = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(found)
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
 
 
 def flops(name: str) -> float:
-    """Floating-point operations of one sample's forward and backward pass."""
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """Count the floating-point operations of a sample's forward and backward pass."""
     net = network(name)()
     with FlopCounterMode(display=False) as counter:
         F.cross_entropy(net(torch.randn(1, *SHAPE)), torch.zeros(1, dtype=torch.int64)).backward()
@@ -106,14 +104,14 @@ def flops(name: str) -> float:
 
 
 def peak() -> float:
-    """TFLOP/s of a large matrix product in the precision that runs use."""
+    """Measure the TFLOP/s of a large matrix product, in the precision that runs use."""
     a = torch.randn(8192, 8192, device=DEVICE)
     torch.mm(a, a)
     return 5 * 2 * 8192**3 / (milliseconds(lambda: [a @ a for _ in range(5)]) * 1e-3) / 1e12
 
 
 def plain_loop(name: str, clients: int, batch: int) -> Callable[[], None]:
-    """One step of every client, one after another: what everybody writes first."""
+    """Return what everybody writes first: one step of every client, one after another."""
     build = network(name)
     nets = [build().to(DEVICE) for _ in range(clients)]
     optimisers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in nets]
@@ -121,38 +119,32 @@ def plain_loop(name: str, clients: int, batch: int) -> Callable[[], None]:
     y = torch.randint(0, CLASSES, (clients, batch), device=DEVICE)
 
     def step() -> None:
-        for at, (net, optimiser) in enumerate(zip(nets, optimisers, strict=True)):
+        for client, (net, optimiser) in enumerate(zip(nets, optimisers, strict=True)):
             optimiser.zero_grad(set_to_none=True)
-            F.cross_entropy(net(x[at]), y[at]).backward()
+            F.cross_entropy(net(x[client]), y[client]).backward()
             optimiser.step()
 
     return step
 
 
 def make(kind: type[Method], name: str, clients: int, **settings: Any) -> Method:
-    """A method on the GPU."""
+    """Make a method on the GPU."""
     given = {"lr": 0.01, "momentum": 0.9, "cohort": clients, "population": clients, **settings}
     return kind(Model(network(name), device=DEVICE), **given)
 
 
 def step_row(name: str, clients: int, batch: int, least: float, aim: float, top: float, repeats: int) -> dict[str, Any]:
-    """The mean time of a step over a round of many, against the loop's."""
+    """Measure the mean time of a step over a round of many, against the loop's."""
     steps = 256  # a round's other work is spread over so many
     torch.backends.cudnn.benchmark = True  # the loop may choose its kernels
     loop = plain_loop(name, clients, batch)
     loop()
     plain = milliseconds(lambda: [loop() for _ in range(3)], repeats) / 3
     torch.backends.cudnn.benchmark = False
-    began, tuned = time.perf_counter(), autotune.seconds
-    federation = Federation(
-        Vectorised(
-            Job(
-                make(FedAvg, name, clients, batch_size=batch, epochs=16),
-                images([steps * batch // 16] * clients, [4] * clients),
-            ),
-            fast=True,
-        )
-    )
+    began = time.perf_counter()
+    method = make(FedAvg, name, clients, batch_size=batch, epochs=16)
+    engine = Vectorised(Job(method, images([steps * batch // 16] * clients, [4] * clients)), fast=True)
+    federation = Federation(engine)
     federation.step()
     torch.cuda.synchronize()
     ready = time.perf_counter() - began
@@ -162,12 +154,12 @@ def step_row(name: str, clients: int, batch: int, least: float, aim: float, top:
         "network": name, "clients": clients, "batch": batch, "plain_ms": plain, "perfed_ms": ours,
         "times_faster": plain / ours, "least": least, "aim": aim, "reached": plain / ours >= least,
         "samples_per_s": rate, "tflops": rate * flops(name) / 1e12, "share_of_peak": rate * flops(name) / 1e12 / top,
-        "first_round_s": ready, "tuning_s": autotune.seconds - tuned,
+        "first_round_s": ready, "tuning_s": engine.tuning_seconds,
     }  # fmt: skip
 
 
 def method_rows(repeats: int, clients: int = 25, batch: int = 10) -> list[dict[str, Any]]:
-    """Personalised methods beside FedAvg: time of a round over that of FedAvg, against gradients taken."""
+    """Measure a round of personalised methods: its time over that of FedAvg, against gradients taken."""
     data = images([160] * clients, [4] * clients)
     rows: list[dict[str, Any]] = []
     inner = epochs = 5
@@ -176,11 +168,8 @@ def method_rows(repeats: int, clients: int = 25, batch: int = 10) -> list[dict[s
         (PFedMe, {"momentum": 0.0, "inner_steps": inner}, inner),
     ]  # fmt: skip
     for kind, settings, gradients in kinds:
-        federation = Federation(
-            Vectorised(
-                Job(make(kind, "fedavgcnn", clients, batch_size=batch, epochs=epochs, **settings), data), fast=True
-            )
-        )
+        method = make(kind, "fedavgcnn", clients, batch_size=batch, epochs=epochs, **settings)
+        federation = Federation(Vectorised(Job(method, data), fast=True))
         federation.step()
         ms = milliseconds(federation.step, repeats)
         ratio = ms / (rows[0]["round_ms"] if rows else ms)
@@ -192,8 +181,8 @@ def method_rows(repeats: int, clients: int = 25, batch: int = 10) -> list[dict[s
 
 
 def whole_run(name: str, method: Method, clients: Clients, rounds: int, every: int, limit: float, aim: float) -> dict:
-    """A complete run, from data in the host's memory to every client's model there."""
-    began, tuned = time.perf_counter(), autotune.seconds
+    """Measure a complete run, from data in the host's memory to every client's model there."""
+    began = time.perf_counter()
     engine = Vectorised(Job(method, clients), fast=True)
     federation = Federation(engine)
     for round in range(1, rounds + 1):
@@ -205,39 +194,44 @@ def whole_run(name: str, method: Method, clients: Clients, rounds: int, every: i
     federation.evaluate(None if federation.shared() else save)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    recorder = engine.runner.recorder
     return {
         "run": name, "rounds": rounds, "seconds": seconds, "limit_s": limit, "aim_s": aim, "reached": seconds <= limit,
-        "recording_s": recorder.seconds if recorder else None, "tuning_s": autotune.seconds - tuned,
+        "recording_s": engine.recording_seconds, "tuning_s": engine.tuning_seconds,
         "useful_slots": engine.useful, "models": len(kept),
     }  # fmt: skip
 
 
 def pgfed_run(rounds: int = 300) -> dict[str, Any]:
-    """PGFed's CIFAR10 protocol: 100 clients, 25 per round, Dirichlet 0.3, 5 epochs, batch 10, 75 % for training."""
-    how = DataConfig(clients=100, alpha=0.3, min_samples=40)
-    dealt = share(np.full(CLASSES, 60_000 // CLASSES), how, np.random.default_rng(1))
+    """Measure PGFed's CIFAR10 protocol: 100 clients, 25 per round, Dirichlet 0.3, 5 epochs, batch 10, 75 % to train."""
+    config = DataConfig(clients=100, alpha=0.3, min_samples=40)
+    dealt = share(np.full(CLASSES, 60_000 // CLASSES), config, np.random.default_rng(1))
     sizes: list[int] = dealt.counts.sum(axis=0).tolist()
-    train = [3 * n // 4 for n in sizes]
-    data = images(train, [n - t for n, t in zip(sizes, train, strict=True)])
+    train = [3 * size // 4 for size in sizes]
+    data = images(train, [size - part for size, part in zip(sizes, train, strict=True)])
     method = make(PGFed, "fedavgcnn", 100, cohort=25, batch_size=10, epochs=5)
     return whole_run("PGFed, CIFAR10, 100 clients", method, data, rounds, 10, 75.0 * rounds / 300, 40.0 * rounds / 300)
 
 
 def pfl_run(rounds: int = 1500, name: str = "pfl-research CIFAR10, first run") -> dict[str, Any]:
-    """pfl-research's CIFAR10 benchmark: 1,000 clients with 50 images, 50 per round, batch 10, one epoch."""
+    """Measure pfl-research's CIFAR10 benchmark: 1,000 clients with 50 images, 50 per round, batch 10, one epoch."""
     data = images([50] * 1000, [10] * 1000)
     method = make(FedAvg, "pfl", 1000, cohort=50, batch_size=10, epochs=1, momentum=0.0, lr=0.1)
     return whole_run(name, method, data, rounds, 10, 10.0 * rounds / 1500, 6.0 * rounds / 1500)
 
 
 def pfl_again(rounds: int = 1500) -> dict[str, Any]:
-    """The same with kernels that are timed and compiled, as they are from the second run on."""
+    """Measure `pfl_run` with kernels that are timed and compiled, as they are from the second run on."""
     return pfl_run(rounds, "pfl-research CIFAR10, next run")
 
 
 def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """All of it; `quick` shortens the two complete runs to a tenth."""
+    """Measure steps, methods and complete runs.
+
+    Args:
+        repeats: how often each is measured.
+        quick: shorten the complete runs to a tenth.
+        say: is told what was measured, line by line.
+    """
     if not torch.cuda.is_available():
         raise Problem("perfed bench gpu needs a CUDA GPU; perfed bench cpu measures the CPU engines")
     if find_spec("triton") is None:
@@ -245,25 +239,25 @@ def measure(repeats: int = 3, quick: bool = False, say: Callable[[str], None] = 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.deterministic = True
     top = peak()
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "benchmark": "gpu", "device": torch.cuda.get_device_name(), "torch": torch.__version__, "perfed": __version__,
         "python": platform.python_version(), "commit": commit(), "repeats": repeats, "quick": quick,
         "matrix_product_tflops": top, "steps": [], "methods": [], "runs": [],
     }  # fmt: skip
     for row in STEPS:
-        found["steps"].append(step_row(*row, top, repeats))
+        measured["steps"].append(step_row(*row, top, repeats))
         _tidy()
-        say(_step_line(found["steps"][-1]))
-    found["methods"] = method_rows(repeats)
+        say(_in_words("steps", measured["steps"][-1]))
+    measured["methods"] = method_rows(repeats)
     _tidy()
-    for line in map(_method_line, found["methods"]):
-        say(line)
-    share = 10 if quick else 1
+    for row in measured["methods"]:
+        say(_in_words("methods", row))
+    shorter = 10 if quick else 1
     for run, rounds in ((pgfed_run, 300), (pfl_run, 1500), (pfl_again, 1500)):
-        found["runs"].append(run(rounds // share))
+        measured["runs"].append(run(rounds // shorter))
         _tidy()
-        say(_run_line(found["runs"][-1]))
-    return found
+        say(_in_words("runs", measured["runs"][-1]))
+    return measured
 
 
 def _tidy() -> None:
@@ -271,34 +265,23 @@ def _tidy() -> None:
     torch.cuda.empty_cache()
 
 
-def _verdict(row: dict[str, Any]) -> str:
-    return "reached" if row["reached"] else "NOT reached"
+SENTENCES = {
+    "steps": "{network}, {clients} clients, batch {batch}: loop {plain_ms:.1f} ms, perfed {perfed_ms:.3f} ms, "
+    "{times_faster:.1f} times faster (at least {least}: {verdict}); {samples_per_s:,.0f} samples/s, "
+    "{tflops:.1f} TFLOP/s, {share_of_peak:.1%} of the peak",
+    "methods": "{method}: a round {round_ms:.1f} ms, {times_fedavg:.2f} times FedAvg for {gradients:g} times the "
+    "gradients: {per_gradient:.2f} (at most {most}: {verdict})",
+    "runs": "{run}, {rounds} rounds: {seconds:.1f} s (at most {limit_s:.1f}: {verdict}), of it recording "
+    "{recording_s:.1f} s with tuning {tuning_s:.1f} s; useful slots {useful_slots:.3f}",
+}
 
 
-def _step_line(r: dict[str, Any]) -> str:
-    return (
-        f"{r['network']}, {r['clients']} clients, batch {r['batch']}: loop {r['plain_ms']:.1f} ms, "
-        f"perfed {r['perfed_ms']:.3f} ms, {r['times_faster']:.1f} times faster (at least {r['least']}: {_verdict(r)}); "
-        f"{r['samples_per_s']:,.0f} samples/s, {r['tflops']:.1f} TFLOP/s, {r['share_of_peak']:.1%} of the peak"
-    )
+def _in_words(part: str, row: dict[str, Any]) -> str:
+    return SENTENCES[part].format(**row, verdict="reached" if row["reached"] else "NOT reached")
 
 
-def _method_line(r: dict[str, Any]) -> str:
-    return (
-        f"{r['method']}: a round {r['round_ms']:.1f} ms, {r['times_fedavg']:.2f} times FedAvg for {r['gradients']:g} "
-        f"times the gradients: {r['per_gradient']:.2f} (at most {r['most']}: {_verdict(r)})"
-    )
-
-
-def _run_line(r: dict[str, Any]) -> str:
-    return (
-        f"{r['run']}, {r['rounds']} rounds: {r['seconds']:.1f} s (at most {r['limit_s']:.1f}: {_verdict(r)}), of it "
-        f"recording {r['recording_s']:.1f} s with tuning {r['tuning_s']:.1f} s; useful slots {r['useful_slots']:.3f}"
-    )
-
-
-def report(found: dict[str, Any]) -> list[str]:
-    """What was found, for people."""
-    head = f"{found['device']}, torch {found['torch']}, matrix products {found['matrix_product_tflops']:.0f} TFLOP/s"
-    lines = {"steps": _step_line, "methods": _method_line, "runs": _run_line}
-    return [head, *(line(row) for part, line in lines.items() for row in found[part])]
+def report(measured: dict[str, Any]) -> list[str]:
+    """Say for people what was measured."""
+    peak = f"matrix products {measured['matrix_product_tflops']:.0f} TFLOP/s"
+    lines = [_in_words(part, row) for part in SENTENCES for row in measured[part]]
+    return [f"{measured['device']}, torch {measured['torch']}, {peak}", *lines]

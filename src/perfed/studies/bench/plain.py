@@ -25,7 +25,7 @@ class Loop:
         self.server = {name: value.clone() for name, value in self.net.state_dict().items()}
 
     def round(self) -> float:
-        """One round; returns the mean test accuracy over clients."""
+        """Carry out a round; returns the mean test accuracy over clients."""
         total = sum(len(y) for _, y in self.train)
         average = {name: torch.zeros_like(value) for name, value in self.server.items()}
         for x, y in self.train:
@@ -44,14 +44,14 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean accuracy of the global model over clients, and its loss, as any experiment logs them."""
+        """Score the global model, accuracy and loss, as any experiment logs them; returns the mean accuracy."""
         self.net.load_state_dict(self.server)
         self.net.eval()
         accuracy = []
         for x, y in self.test:
             right, loss = 0.0, 0.0
-            for some, labels in zip(x.split(512), y.split(512), strict=True):
-                out = self.net(some)
+            for samples, labels in zip(x.split(512), y.split(512), strict=True):
+                out = self.net(samples)
                 loss += float(F.cross_entropy(out, labels, reduction="sum"))
                 right += float((out.argmax(-1) == labels).sum())
             accuracy.append(right / len(y))
