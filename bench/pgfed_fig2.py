@@ -43,8 +43,10 @@ from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.report.picture import COLOURS
 from perfed.report.table_figures import save
+from perfed.studies.machine import Machine
 from perfed.studies.papers import protocol
-from perfed.studies.papers.cells import Cell, run
+from perfed.studies.papers.carry_out import run_cells
+from perfed.studies.papers.cells import Cell
 from perfed.training import files
 from perfed.training.folder import RunFolder
 from perfed.training.prepare import Experiment, check_same, prepare
@@ -57,24 +59,26 @@ AT_ONCE = 4096  # samples in one pass
 
 
 def main(words: list[str]) -> None:
-    """The command."""
-    numbers = lambda text: [float(one) for one in text.split(",")]
-    say = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    say.add_argument("run", nargs="?", type=Path, help="folder of a finished run of FedAvg")
-    say.add_argument("--quick", action="store_true", help="train one on digits and use that; labelled REDUCED")
-    say.add_argument("--steps", type=int, default=6)
-    say.add_argument("--lr", type=numbers, default=[1.0, 0.3, 0.1, 0.03], help="values to try: 0.3,0.1")
-    say.add_argument("--mu", type=numbers, default=[1.0, 0.3, 0.1], help="values to try, of the explicit objective")
-    say.add_argument("--on", type=int, default=20, help="how many clients try the settings of the explicit objective")
-    say.add_argument("--device", default="auto")
-    say.add_argument("--out", type=Path, default=Path("runs/tables"))
-    asked = say.parse_args(words)
+    """Run the command."""
+    numbers = lambda text: [float(word) for word in text.split(",")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="?", type=Path, help="folder of a finished run of FedAvg")
+    parser.add_argument("--quick", action="store_true", help="train one on digits and use that; labelled REDUCED")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--lr", type=numbers, default=[1.0, 0.3, 0.1, 0.03], help="values to try: 0.3,0.1")
+    parser.add_argument("--mu", type=numbers, default=[1.0, 0.3, 0.1], help="values to try, of the explicit objective")
+    parser.add_argument(
+        "--on", type=int, default=20, help="how many clients try the settings of the explicit objective"
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("runs/tables"))
+    asked = parser.parse_args(words)
     if asked.quick == (asked.run is not None):
         raise Problem("name the folder of a finished run of FedAvg, or say --quick")
     if asked.on < 1:
         raise Problem(f"--on must be at least 1, not {asked.on}")
-    with tempfile.TemporaryDirectory() as place:
-        folder = reduced(Path(place) / "run") if asked.quick else asked.run
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = train_reduced(Path(temporary) / "run") if asked.quick else asked.run
         experiment, start = opened(folder, asked.device)
         tried = list(study(experiment, start, asked.steps, asked.lr, asked.mu, asked.on))
     told = " ".join("RUN" if word == str(asked.run) else word for word in words)
@@ -83,15 +87,16 @@ def main(words: list[str]) -> None:
         sys.stdout.write(f"written  {path}\n")
 
 
-def reduced(folder: Path) -> Path:
-    """FedAvg as in the reduced version of Table 1."""
-    made = protocol.reduced(protocol.find("pgfed-1"), [], quick=True)
-    run([Cell("", METHOD, 0, METHOD, folder)], [made.config("c10-25", METHOD, 0)], {}, Console(quiet=True))
+def train_reduced(folder: Path) -> Path:
+    """Train FedAvg as in the reduced version of Table 1."""
+    table = protocol.reduced(protocol.find("pgfed-1"), [], quick=True)
+    cell, config = Cell("", METHOD, 0, METHOD, folder), table.config("c10-25", METHOD, 0)
+    run_cells([cell], [config], Console(quiet=True), Machine())
     return folder
 
 
 def opened(folder: Path, device: str) -> tuple[Experiment, Tensor]:
-    """A finished run: its clients and its network, and the model that FedAvg's server ended with."""
+    """Open a finished run: its clients and its network, and the model that FedAvg's server ended with."""
     run = RunFolder(folder)
     config, training = run.config(), run.method(METHOD)
     entries = {entry.name: entry for entry in config.entries()}
@@ -106,17 +111,17 @@ def opened(folder: Path, device: str) -> tuple[Experiment, Tensor]:
 
 
 def gradient(model: Model, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-    """Of the sum of weight * loss over samples; in eval mode, because a full gradient knows no batches."""
+    """Return the gradient of the sum of weight * loss; in eval mode, because a full gradient knows no batches."""
     total = torch.zeros_like(theta)
-    for some in torch.arange(len(y), device=y.device).split(AT_ONCE):
-        here = theta.detach().requires_grad_()
-        loss = cross_entropy(model.apply(here, x[some])[0], y[some], reduction="none")
-        total += torch.autograd.grad((loss * weight[some]).sum(), here)[0]
+    for rows in torch.arange(len(y), device=y.device).split(AT_ONCE):
+        leaf = theta.detach().requires_grad_()
+        loss = cross_entropy(model.apply(leaf, x[rows])[0], y[rows], reduction="none")
+        total += torch.autograd.grad((loss * weight[rows]).sum(), leaf)[0]
     return total * model.weights.mask
 
 
 def weights(train: Split, client: int, mu: float) -> Tensor:
-    """What a sample counts in a client's objective: 1 / n_i its own, mu / (N - 1) / n_j those of client j."""
+    """Return what samples count in a client's objective: 1 / n_i its own, mu / (N - 1) / n_j those of client j."""
     each = torch.full((len(train.size),), mu / max(len(train.size) - 1, 1), dtype=torch.float64, device=train.y.device)
     each[client] = 1.0
     sizes = train.sizes
@@ -124,7 +129,7 @@ def weights(train: Split, client: int, mu: float) -> Tensor:
 
 
 def accuracy(experiment: Experiment, model: Model, theta: Tensor, split: Split, client: int) -> float:
-    """A client's accuracy on its own samples; NaN where it has none."""
+    """Return a client's accuracy on its own samples; NaN where it has none."""
     mine = slice(split.start[client], split.start[client] + split.size[client])
     x, y = experiment.clients.ready(split.x[mine], theta.dtype), split.y[mine]
     with torch.no_grad():
@@ -134,8 +139,8 @@ def accuracy(experiment: Experiment, model: Model, theta: Tensor, split: Split, 
 def walk(
     experiment: Experiment, model: Model, start: Tensor, steps: int, lr: float, mu: float, who: Sequence[int]
 ) -> np.ndarray:
-    """Accuracy on [validation, test] samples before the first step and after each: [2, steps + 1, clients]."""
-    clients, found = experiment.clients, np.full((2, steps + 1, len(experiment.clients)), np.nan)
+    """Score a model before the first step and after each: [validation or test, steps + 1, clients]."""
+    clients, scores = experiment.clients, np.full((2, steps + 1, len(experiment.clients)), np.nan)
     x = clients.ready(clients.train.x, start.dtype)
     for client in who:
         weight, theta = weights(clients.train, client, mu), start
@@ -144,38 +149,38 @@ def walk(
         for step in range(steps + 1):
             if step:
                 theta = theta - lr * gradient(model, theta, *mine)
-            for at, split in enumerate((clients.val, clients.test)):
-                found[at, step, client] = accuracy(experiment, model, theta, split, client)
-    return found
+            for which, split in enumerate((clients.val, clients.test)):
+                scores[which, step, client] = accuracy(experiment, model, theta, split, client)
+    return scores
 
 
 def study(
     experiment: Experiment, start: Tensor, steps: int, rates: list[float], mus: list[float], on: int
 ) -> Iterator[dict[str, Any]]:
-    """Both objectives with all their settings; the `chosen` one of each has every client's accuracies.
+    """Try all settings of both objectives; for the `chosen` ones of each every client takes its steps.
 
-    It has the best mean validation accuracy after the last step; of equals the first.
+    They have the best mean validation accuracy after the last step; of equals the first.
     """
-    (entry,) = [one for one in experiment.config.entries() if one.name == METHOD]
+    (entry,) = [entry for entry in experiment.config.entries() if entry.name == METHOD]
     model, everybody = FastModel.of(experiment.method(entry).model), range(len(experiment.clients))
     able = [client for client in everybody if experiment.clients.val.size[client]]
-    some = [able[int(at)] for at in np.linspace(0, len(able) - 1, min(on, len(able)))]
+    few = [able[int(place)] for place in np.linspace(0, len(able) - 1, min(on, len(able)))]
 
     def walked(objective: str, lr: float, mu: float, who: Sequence[int]) -> dict[str, Any]:
         val, test = walk(experiment, model, start, steps, lr, mu, who)
-        one = {"objective": objective, "lr": lr, "mu": mu, "on": len(who), "chosen": False}
-        one |= {"val": val, "test": test, "gain": 100 * (test - test[0])}
+        trial = {"objective": objective, "lr": lr, "mu": mu, "on": len(who), "chosen": False}
+        trial |= {"val": val, "test": test, "gain": 100 * (test - test[0])}
         sys.stdout.write(
             f"{objective}  lr {lr:g}  mu {mu:g}  {len(who)} clients  validation {100 * np.nanmean(val[-1]):.2f}  "
-            f"test {100 * np.nanmean(test[-1]):.2f}  gain {np.nanmean(one['gain'][-1]):+.2f}\n"
+            f"test {100 * np.nanmean(test[-1]):.2f}  gain {np.nanmean(trial['gain'][-1]):+.2f}\n"
         )
-        return one
+        return trial
 
     for objective in LABEL:
         own = objective == "implicit"
         settings = [(lr, 0.0) for lr in rates] if own else list(itertools.product(rates, mus))
-        tried = [walked(objective, lr, mu, everybody if own else some) for lr, mu in settings]
-        best = max(tried, key=lambda one: np.nanmean(one["val"][-1]))
+        tried = [walked(objective, lr, mu, everybody if own else few) for lr, mu in settings]
+        best = max(tried, key=lambda trial: np.nanmean(trial["val"][-1]))
         if best["on"] < len(everybody):
             best = walked(objective, best["lr"], best["mu"], everybody)
             tried.append(best)
@@ -184,29 +189,29 @@ def study(
 
 
 def write(out: Path, experiment: Experiment, tried: list[dict[str, Any]], about: dict[str, str], quick: bool) -> Any:
-    """CSV of all steps, JSON of what was chosen, and the figure."""
+    """Write all steps as CSV, what was chosen as JSON, and the figure."""
     out.mkdir(parents=True, exist_ok=True)
     base = out / ("pgfed-fig2-reduced" if quick else "pgfed-fig2")
-    picked = {one["objective"]: one for one in tried if one["chosen"]}
+    picked = {trial["objective"]: trial for trial in tried if trial["chosen"]}
     text = io.StringIO()
     rows = csv.writer(text)
     rows.writerow(["objective", "lr", "mu", "clients", "chosen", "step", "validation", "test", "gain"])
-    for one in tried:
-        mine = [one[key] for key in ("objective", "lr", "mu", "on", "chosen")]
-        for step in range(len(one["test"])):
-            numbers = [100 * np.nanmean(one[split][step]) for split in ("val", "test")]
-            rows.writerow([*mine, step, *(f"{n:.4f}" for n in numbers), f"{np.nanmean(one['gain'][step]):.4f}"])
+    for trial in tried:
+        settings = [trial[key] for key in ("objective", "lr", "mu", "on", "chosen")]
+        for step, gain in enumerate(trial["gain"]):
+            numbers = [100 * np.nanmean(trial[split][step]) for split in ("val", "test")]
+            rows.writerow([*settings, step, *(f"{number:.4f}" for number in (*numbers, np.nanmean(gain)))])
     files.write(base.with_suffix(".csv"), text.getvalue())
     config, clients = experiment.config, experiment.clients
     about |= {"data": config.data.name, "clients": len(clients), "rounds": config.run.rounds, "seed": config.run.seed}
     about |= {"label": "REDUCED" if quick else "", "version": __version__, "commit": commit()}
     about |= {"device": hardware(experiment.device), "torch": torch.__version__}
     plain = lambda values: [None if np.isnan(v) else round(float(v), 4) for v in values]
-    tried_on = {one["objective"]: one["on"] for one in reversed(tried)}
+    tried_on = {trial["objective"]: trial["on"] for trial in reversed(tried)}
     about["objectives"] = [
-        {"objective": name, "lr": one["lr"], "mu": one["mu"], "tried_on": tried_on[name], "paper": PAPER[name]}
-        | {"gain": round(float(np.nanmean(one["gain"][-1])), 4), "gains": plain(one["gain"][-1])}
-        for name, one in picked.items()
+        {"objective": name, "lr": trial["lr"], "mu": trial["mu"], "tried_on": tried_on[name], "paper": PAPER[name]}
+        | {"gain": round(float(np.nanmean(trial["gain"][-1])), 4), "gains": plain(trial["gain"][-1])}
+        for name, trial in picked.items()
     ]
     files.write_json(base.with_suffix(".json"), about)
     head = f"PGFed, Figure 2: {config.data.name}, {len(clients)} clients, from FedAvg after {config.run.rounds} rounds"
@@ -215,20 +220,19 @@ def write(out: Path, experiment: Experiment, tried: list[dict[str, Any]], about:
 
 
 def draw(picked: dict[str, dict[str, Any]], head: str) -> Figure:
-    """(a) mean accuracy after every step, (b) how many clients gained how much."""
+    """Draw mean accuracy after every step, and how many clients gained how much."""
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     figure.suptitle(head, fontsize=10)
     left, right = figure.subplots(1, 2)
-    gains = [one["gain"][-1][~np.isnan(one["gain"][-1])] for one in picked.values()]
+    gains = [trial["gain"][-1][~np.isnan(trial["gain"][-1])] for trial in picked.values()]
     edges = np.histogram_bin_edges(np.concatenate(gains), bins=20)
-    for at, ((name, one), gain) in enumerate(zip(picked.items(), gains, strict=True)):
-        settings = f"lr {one['lr']:g}" + (f", mu {one['mu']:g}" if one["mu"] else "")
-        colour = COLOURS[1 + at]
-        mean = 100 * np.nanmean(one["test"], axis=1)
+    for colour, (name, trial), gain in zip(COLOURS[1:], picked.items(), gains, strict=False):
+        settings = f"lr {trial['lr']:g}" + (f", mu {trial['mu']:g}" if trial["mu"] else "")
+        mean = 100 * np.nanmean(trial["test"], axis=1)
         left.plot(mean, marker="o", color=colour, label=f"{name}: {LABEL[name]} ({settings})")
         right.axvline(gain.mean(), color=colour, linestyle="--")
-    said = [f"{name}: mean {gain.mean():+.2f}" for name, gain in zip(picked, gains, strict=True)]
-    right.hist(gains, edges, color=COLOURS[1 : 1 + len(gains)], label=said)
+    labels = [f"{name}: mean {gain.mean():+.2f}" for name, gain in zip(picked, gains, strict=True)]
+    right.hist(gains, edges, color=COLOURS[1 : 1 + len(gains)], label=labels)
     left.set(xlabel="gradient step", ylabel="mean test accuracy of own models (%)", xticks=range(len(mean)))
     right.set(xlabel="gain of a client over the global model (points)", ylabel="clients")
     for axes in (left, right):

@@ -95,9 +95,6 @@ ONLY = {
 PENDING = {
     "engines/__init__",
     "federation/faults",
-    "studies/compare",
-    "studies/measures",
-    "studies/papers/make",
 }
 
 

@@ -1,10 +1,10 @@
-"""perfed from Python: run, load."""
+"""perfed from Python: run, load; and what the command does besides: resume, compare, table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -14,6 +14,12 @@ from perfed.training.folder import RunFolder
 from perfed.training.prepare import Experiment, create, prepare, reopen
 from perfed.training.results import Run
 from perfed.training.train import train
+
+if TYPE_CHECKING:
+    from perfed.studies.compare import Comparison
+    from perfed.studies.machine import Machine
+    from perfed.studies.papers.protocol import Protocol
+    from perfed.studies.papers.result import Line
 
 
 def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **settings: Any) -> Run:
@@ -125,3 +131,58 @@ def train_all(experiments: Sequence[Experiment], folders: Sequence[Path], consol
     for finished in runs:
         write_report(finished)
     return runs
+
+
+def compare(comparison: Comparison, console: Console) -> dict[str, Any]:
+    """Run what is missing of a comparison, new or resumed.
+
+    Args:
+        comparison: what is compared, and where.
+        console: where progress goes.
+
+    Returns:
+        What came out of it, which is also written into its folder.
+    """
+    from perfed.report.comparison import write_comparison  # imports matplotlib, which takes long
+
+    runs: list[Run] = []
+    batched = comparison.batched
+    for seeds in [comparison.seeds] if batched else [[seed] for seed in comparison.seeds]:
+        words = f"seeds {', '.join(map(str, seeds))} in one batch" if batched else f"seed {seeds[0]}"
+        console.print(words, highlight=False)
+        configs = [comparison.run_config(seed) for seed in seeds]
+        runs += carry_out(configs, [comparison.run_folder(seed) for seed in seeds], console)
+    result = comparison.finish(runs)
+    write_comparison(comparison, runs, result)
+    return result
+
+
+def table(
+    protocol: Protocol, out: Path, console: Console, machine: Machine, *, only_report: bool = False, command: str = ""
+) -> tuple[list[Line], list[Path]]:
+    """Make a paper's table again: run what is missing, then write it.
+
+    Args:
+        protocol: the table.
+        out: the folder of all tables' runs.
+        console: where progress goes.
+        machine: where and with what to compute.
+        only_report: run nothing; where nothing has been run, show the results that come with perfed.
+        command: what was typed.
+
+    Returns:
+        The table's lines, and the files that were written.
+    """
+    from perfed.report.table_files import write_table  # imports matplotlib, which takes long
+    from perfed.studies.papers.carry_out import carry_out as run_missing
+    from perfed.studies.papers.kept import kept_table
+    from perfed.studies.papers.result import from_csv, lines
+
+    if only_report and not (out / protocol.cells).is_dir():
+        kept = kept_table(protocol)
+        every = from_csv(kept) if kept.is_file() else lines(protocol, out)
+        return [line for line in every if line["column"] in protocol.columns and line["row"] in protocol.rows], []
+    if not only_report:
+        run_missing(protocol, out, console, machine)
+    made = lines(protocol, out, command)
+    return made, write_table(protocol, out, made)

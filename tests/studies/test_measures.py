@@ -19,6 +19,7 @@ from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation
 from perfed.federation.traffic import count_bytes
 from perfed.methods.fedavg import FedAvg
+from perfed.report.comparison import _to_target
 from perfed.studies import measures
 from perfed.training.catalog import find
 
@@ -100,7 +101,7 @@ def test_a_target_that_is_not_reached_says_so():
     never = {"method": "fedavg", "rounds_to_target": None, "bytes_to_target": None, "epochs_to_target": None}
     one = never | {"reached": 0, "seeds": 2}
     two = {"method": "ditto", "rounds_to_target": 2, "bytes_to_target": 10, "epochs_to_target": None, "reached": 2}
-    _, rows = measures._to_target([one, two, one | {"reached": 1}], 0.7)
+    _, rows = _to_target([one, two, one | {"reached": 1}], 0.7)
     assert rows[0] == ("fedavg", "not reached", "-", "-", "-")
     assert rows[1] == ("ditto", "2", "1.0", "n/a", "10 B")
     assert rows[2] == ("fedavg", "in 1 of 2 seeds", "-", "-", "-")

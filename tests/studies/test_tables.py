@@ -8,16 +8,23 @@ import tarfile
 import numpy as np
 import pytest
 from reference import state_of
+from rich.console import Console
 
 from perfed.core.errors import Problem
 from perfed.models import make_network
-from perfed.studies import measures
+from perfed.studies import measures, method_costs, tune
+from perfed.studies.machine import Machine
 from perfed.studies.measures import Curves
-from perfed.studies.papers import protocol, rank_agreement, result, scores
+from perfed.studies.papers import cell_scores, cells, protocol, rank_agreement, result
+from perfed.studies.papers.carry_out import carry_out
+from perfed.studies.papers.cells import find_cell, missing_cells
 from perfed.training import catalog
 from perfed.training.config import RunConfig
 from perfed.training.prepare import make_method
+from perfed.training.statistics import gain_over, spread
 
+QUIET = Console(quiet=True)
+SEQUENTIAL = Machine("sequential", "cpu")
 SHAPES = {
     "cifar10": ((3, 32, 32), 10),
     "cifar100": ((3, 32, 32), 100),
@@ -137,7 +144,7 @@ def test_settings_that_no_result_depends_on_are_not_a_reduction():
 
 def test_what_was_chosen_for_a_column_does_not_count_where_other_settings_are_asked_for() -> None:
     pairs, column = protocol.find("pfedmb-1"), "pairs"
-    assert "lr" in pairs.rows["pfedmb"].at[column]
+    assert "lr" in pairs.rows["pfedmb"].by_column[column]
 
     def rate(made: protocol.Protocol) -> float:
         config = made.config(column, "pfedmb", 0)
@@ -164,10 +171,7 @@ def test_rows_that_read_other_rows_bring_them_along():
 
 def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
     """20 local steps in 30 rounds are the work of one round of 600: both rows are read at the same amount of work."""
-    from rich.console import Console
-
     from perfed.report.table_figures import _curves
-    from perfed.studies.papers.cells import carry_out, cell
 
     made = protocol.find("pfedmt-1")
     long, short = (made.config(column, "fedavg-rounds", 0).run for column in ("mnist-mlr-600", "mnist-mlr-100"))
@@ -197,8 +201,8 @@ def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
         """
     (tmp_path / "mine.toml").write_text(text)
     made = protocol.find(str(tmp_path / "mine.toml"))
-    carry_out(made, tmp_path, Console(quiet=True), {})
-    rounds = {(c, r): result.found(made, tmp_path, c, r)[0]["rounds"] for c in made.columns for r in made.rows}
+    carry_out(made, tmp_path, QUIET, Machine())
+    rounds = {(c, r): result.seed_scores(made, tmp_path, c, r)[0]["rounds"] for c in made.columns for r in made.rows}
     assert rounds == {
         ("long", "fedavg"): [1, 2], ("long", "three"): [3, 6], ("short", "fedavg"): [1], ("short", "three"): [3],
     }  # fmt: skip
@@ -206,9 +210,9 @@ def test_a_row_may_take_more_rounds_for_each_of_the_columns(tmp_path):
     assert [curves[row][0].tolist() for row in made.rows] == [[1, 2], [1, 2]]
     # A longer run whose log is gone serves where its scores were kept, and nowhere else.
     (tmp_path / "mine/long/fedavg/seed_0/fedavg/metrics.jsonl").unlink()
-    assert cell(made, tmp_path, "short", "fedavg", 0).column == "long"
+    assert find_cell(made, tmp_path, "short", "fedavg", 0).column == "long"
     (tmp_path / "mine/long/fedavg/seed_0/scores_personal_1.json").unlink()
-    assert cell(made, tmp_path, "short", "fedavg", 0).column == "short"
+    assert find_cell(made, tmp_path, "short", "fedavg", 0).column == "short"
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -222,19 +226,19 @@ def curve():
 
 
 def test_rules():
-    assert scores.picked(curve(), "max")[0] == 10
-    np.testing.assert_allclose(scores.picked(curve(), "max")[1], [0.9, 0.7, np.nan])
-    at, each = scores.picked(curve(), "val")
+    assert cell_scores.pick_round(curve(), "max")[0] == 10
+    np.testing.assert_allclose(cell_scores.pick_round(curve(), "max")[1], [0.9, 0.7, np.nan])
+    at, each = cell_scores.pick_round(curve(), "val")
     assert at == 15
     np.testing.assert_allclose(each, [0.5, 0.5, np.nan])
-    np.testing.assert_allclose(scores.picked(curve(), "last10")[1], [0.55, 0.65, np.nan])  # rounds 15 and 20
-    assert scores.picked(curve(), "last")[0] == 20
+    np.testing.assert_allclose(cell_scores.pick_round(curve(), "last10")[1], [0.55, 0.65, np.nan])  # rounds 15 and 20
+    assert cell_scores.pick_round(curve(), "last")[0] == 20
     without = dataclasses.replace(curve(), val=np.full((4, 3), np.nan))
-    assert scores.picked(without, "val")[0] is None
+    assert cell_scores.pick_round(without, "val")[0] is None
 
 
 def test_measures():
-    found = measures.spread(np.array([0.5, 1.0, np.nan]), np.array([30, 10, 0]))
+    found = spread(np.array([0.5, 1.0, np.nan]), np.array([30, 10, 0]))
     expected = {
         "mean": 0.75,
         "pooled": 0.625,
@@ -245,7 +249,7 @@ def test_measures():
         "jain": 0.9,
     }
     assert found == pytest.approx(expected)
-    gained = measures.gain(np.array([0.6, 0.5, np.nan]), np.array([0.5, 0.5, 0.1]))
+    gained = gain_over(np.array([0.5, 0.5, 0.1]), np.array([0.6, 0.5, np.nan]))
     assert gained == pytest.approx({"mean": 0.05, "std": 0.05, "positive": 0.5})
     assert measures.first_round(curve().rounds, curve().mean, 0.6) == 10
     assert measures.first_round(curve().rounds, curve().mean, 0.81) is None
@@ -279,7 +283,7 @@ def test_intervals_by_hand():
 
 def test_passes_are_counted():
     """[gradients, forwards] per training sample, per validation sample, and regardless of both."""
-    count = lambda name, **settings: [x.tolist() for x in measures.passes(name, tuple(settings.items()))]
+    count = lambda name, **settings: [x.tolist() for x in method_costs.passes(name, tuple(settings.items()))]
     assert count("fedavg", epochs=3) == [[3, 0], [0, 0], [0, 0]]
     assert count("pgfed", epochs=3) == [[4, 0], [0, 0], [0, 0]]  # one more for the gradient that is sent
     assert count("pfedmb", epochs=3) == [[6, 0], [0, 0], [0, 0]]
@@ -366,14 +370,9 @@ def test_a_packed_table_is_the_same_elsewhere(tmp_path, monkeypatch, capsys):
 
 
 def test_other_settings_in_the_same_folder_are_refused(tmp_path):
-    from rich.console import Console
-
-    from perfed.studies.papers.cells import carry_out
-
     sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
-    how = {"engine": "sequential", "device": "cpu"}
-    carry_out(made, tmp_path, Console(quiet=True), how)
+    carry_out(made, tmp_path, QUIET, SEQUENTIAL)
     (line,) = result.lines(made, tmp_path)
     assert line["seeds"] == 1
     other = protocol.reduced(protocol.find("pgfed-1"), ["run.rounds=2", "data.clients=4", "train.epochs=1"], True)
@@ -385,14 +384,10 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
     (result_file,) = tmp_path.rglob("result.json")
     result_file.unlink()
     with pytest.raises(Problem, match="was run with other settings"):
-        carry_out(other, tmp_path, Console(quiet=True), how)
+        carry_out(other, tmp_path, QUIET, SEQUENTIAL)
 
 
 def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path, monkeypatch):
-    from rich.console import Console
-
-    from perfed.studies.papers.cells import carry_out
-
     digits = ["data.name=digits", "data.partition=iid", "data.normalise=channel", "data.clients=3"]
     small = [*digits, "run.rounds=1", "epochs=1"]
 
@@ -401,7 +396,7 @@ def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path
         return protocol.chosen(made, ["mnist-cnn-600"], ["local"], 1)
 
     out, here, there = tmp_path / "runs", protocol.folder(), tmp_path / "elsewhere"
-    carry_out(table(), out, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    carry_out(table(), out, QUIET, SEQUENTIAL)
     lines = result.lines(table(), out)
     assert lines[0]["seeds"] == 1
     (record,) = out.rglob("seed_0.json")
@@ -422,17 +417,13 @@ def smallest(table, rows, seeds=1):
 
 def ran(made, out):
     """The same table, with its cells run."""
-    from rich.console import Console
-
-    from perfed.studies.papers.cells import carry_out
-
-    carry_out(made, out, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    carry_out(made, out, QUIET, SEQUENTIAL)
     return made
 
 
 def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
+    from perfed.report.table_files import write_table
     from perfed.report.table_text import body
-    from perfed.studies.papers.make import write
 
     made = ran(smallest("pgfed-1", ["local"]), tmp_path)
     (place,) = tmp_path.rglob("clients.json")
@@ -444,7 +435,7 @@ def test_what_is_unusual_about_the_data_stands_beside_the_numbers(tmp_path):
     assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, table)
     (tmp_path / "kept.csv").write_text(result.to_csv(table))
     assert "CIFAR10, 25 clients (pixels rounded to 6 bits)**" in body(made, result.from_csv(tmp_path / "kept.csv"))
-    drawn = [one.with_suffix(".svg").read_text() for one in write(made, tmp_path, table) if one.suffix == ".png"]
+    drawn = [one.with_suffix(".svg").read_text() for one in write_table(made, tmp_path, table) if one.suffix == ".png"]
     assert drawn
     assert all("CIFAR10, 25 clients (pixels rounded to 6 bits) -->" in one for one in drawn)
 
@@ -477,15 +468,12 @@ def test_a_table_does_without_the_pictures_of_files_that_are_gone(tmp_path):
 
 
 def test_the_whole_grid_is_tried_on_validation_samples(tmp_path):
-    from rich.console import Console
-
-    from perfed.studies import tune
     from perfed.training.config import from_dict
 
     raw = {"data": {"clients": 3}, "run": {"rounds": 1, "engine": "sequential"}, "train": {"epochs": 1}}
     base = from_dict({"methods": ["fedavg"], **raw})
     task = tune.for_run(base, tune.read_grid(["lr=0.05,0.0001"]), tmp_path)
-    found = tune.tune(task, Console(quiet=True), command="perfed tune")
+    found = tune.tune(task, QUIET, command="perfed tune")
     assert found["best"]["settings"] == {"lr": 0.05}
     assert [one["settings"]["lr"] for one in found["tried"]] == [0.05, 0.0001]
     kept = json.loads((tmp_path / "tune.json").read_text())
@@ -501,24 +489,20 @@ def test_the_whole_grid_is_tried_on_validation_samples(tmp_path):
     assert used == 'pgfed-1.toml, under [rows.pgfed.at]: c10-25 = { lr = 0.1, order = "alpha" }'
     other = dataclasses.replace(base, run=dataclasses.replace(base.run, rounds=2))
     with pytest.raises(Problem, match="was run with other settings"):  # not taken for what is asked now
-        tune.tune(tune.for_run(other, {"lr": [0.05]}, tmp_path), Console(quiet=True))
+        tune.tune(tune.for_run(other, {"lr": [0.05]}, tmp_path), QUIET)
 
 
 def test_trials_that_differ_in_lr_alone_are_one_batch(tmp_path, monkeypatch):
     """Those of one mu and both seeds at once, as they would be alone; one that diverges is an answer, too."""
-    from rich.console import Console
-
-    from perfed.studies import tune
-    from perfed.studies.papers import cells
     from perfed.training.config import from_dict
 
     run = {"rounds": 1, "engine": "vectorised", "fast": False}
     raw = {"data": {"clients": 3}, "model": {"name": "mlr"}, "run": run, "train": {"epochs": 1, "weight_decay": 1e9}}
     base, sizes = from_dict({"methods": ["fedprox"], **raw}), []
-    together = cells.run
-    monkeypatch.setattr(cells, "run", lambda some, *rest: [sizes.append(len(some)), together(some, *rest)][1])
+    together = tune.run_cells
+    monkeypatch.setattr(tune, "run_cells", lambda batch, *rest: [sizes.append(len(batch)), together(batch, *rest)][1])
     task = tune.for_run(base, {"lr": [1e-9, 1e-10, 1e15], "mu": [0.1, 0.2]}, tmp_path)
-    found = tune.tune(task, Console(quiet=True), seeds=2)
+    found = tune.tune(task, QUIET, seeds=2)
     assert sizes == [6, 6]
     assert [one["settings"] for one in found["tried"]] == [
         {"lr": lr, "mu": mu} for mu in (0.1, 0.2) for lr in (1e-9, 1e-10, 1e15)
@@ -527,9 +511,9 @@ def test_trials_that_differ_in_lr_alone_are_one_batch(tmp_path, monkeypatch):
     assert "now 1e+15" in found["tried"][2]["problem"]
     plain = dataclasses.replace(base, run=dataclasses.replace(base.run, engine="sequential"))
     alone = tune.for_run(plain, {"lr": [1e-10], "mu": [0.2]}, tmp_path / "alone")
-    alone = tune.tune(alone, Console(quiet=True), seeds=2)
+    alone = tune.tune(alone, QUIET, seeds=2)
     assert alone["best"]["validation"] == pytest.approx(found["tried"][4]["validation"])
-    again = tune.tune(task, Console(quiet=True), seeds=2)
+    again = tune.tune(task, QUIET, seeds=2)
     assert sizes == [6, 6, 2]  # nothing is run again, not even what diverged
     assert again["tried"] == found["tried"]
 
@@ -560,7 +544,7 @@ def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys
     assert len(trials) == 2
     (tmp_path / "results").mkdir()
     (tmp_path / "tune-pgfed-1-reduced-c10-25.json").rename(tmp_path / "results/tune-pgfed-1-reduced-c10-25.json")
-    monkeypatch.setattr(tuned, "folder", lambda: tmp_path)
+    monkeypatch.setattr("perfed.studies.papers.kept.folder", lambda: tmp_path)
     made = protocol.reduced(protocol.find("pgfed-1"), [], True)
     (note,) = tuned.chosen_on(made)
     assert note.startswith("REDUCED to digits, 20 clients: CIFAR10, 25 clients: chosen on validation data, 2 trials")
@@ -586,7 +570,7 @@ def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys
     )
     assert of_two.endswith(": FedAvg own, mu = 0.")
     assert of_one.endswith(": Local.")
-    row = dataclasses.replace(made.rows["fedavg-own"], at={"c10-25": {"lr": 0.02, "mu": 0.9}})
+    row = dataclasses.replace(made.rows["fedavg-own"], by_column={"c10-25": {"lr": 0.02, "mu": 0.9}})
     other = dataclasses.replace(made, rows={**made.rows, "fedavg-own": row})
     (note,) = tuned.chosen_on(other)  # it has the best lr of a grid, and a mu that no grid chose
     assert note == of_one
@@ -598,8 +582,6 @@ def test_rows_of_a_table_are_tuned_in_fewer_rounds(tmp_path, monkeypatch, capsys
 def test_a_search_asks_and_tells(monkeypatch):
     """With something in optuna's place: what is suggested is scored, failures are told."""
     import types
-
-    from perfed.studies import tune
 
     told = []
     trial = types.SimpleNamespace(suggest_categorical=lambda _, values: values[0])
@@ -614,8 +596,6 @@ def test_a_search_asks_and_tells(monkeypatch):
 
 
 def test_tuning_refuses_what_it_cannot_use(tmp_path):
-    from perfed.studies import tune
-
     entry = catalog.find("pgfed")
     with pytest.raises(Problem, match="nothing to tune"):
         tune.check_grid({}, entry)
@@ -625,7 +605,7 @@ def test_tuning_refuses_what_it_cannot_use(tmp_path):
         tune.read_grid(["lr"])
     table, joining, tiers = (protocol.find(name) for name in ("pgfed-1", "pgfed-fig4", "pfedmt-1"))
     task = tune.for_table(table, table, "c10-25", "pgfed-frozen", [], tmp_path)
-    assert len(list(tune.whole(task.grid))) == 20
+    assert len(list(tune.combinations(task.grid))) == 20
     made = task.configure({"lr": 0.001, "mu": 0.05}, 1)
     assert made.method["pgfed"] == {"lr": 0.001, "mu": 0.05, "alpha_lr": 0.0}
     assert made.run.seed == 1
@@ -652,14 +632,10 @@ def test_some_of_the_clients(clients):
 
 def test_those_who_join_are_scored_epoch_by_epoch(tmp_path):
     """Four of five train; the fifth tunes their model, and starts from scratch under Local."""
-    from rich.console import Console
-
-    from perfed.studies.papers.cells import carry_out, cell
-
     small = ["run.rounds=3", "data.clients=5", "run.participation=1.0", "train.lr=0.1", "train.epochs=1"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-fig4"), small, True), [], ["local", "fedavg"], 1)
-    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
-    one = cell(made, tmp_path, "c10", "fedavg", 0)
+    carry_out(made, tmp_path, QUIET, SEQUENTIAL)
+    one = find_cell(made, tmp_path, "c10", "fedavg", 0)
     assert one.done
     assert len(json.loads((one.folder / "clients.json").read_text())["clients"]) == 4
     found = json.loads((one.folder / "newcomers.json").read_text())
@@ -668,21 +644,17 @@ def test_those_who_join_are_scored_epoch_by_epoch(tmp_path):
     accuracies = [epoch[0]["test"]["accuracy"] for epoch in found["epochs"]]
     assert lines["fedavg"]["max"] == pytest.approx(100 * max(accuracies))
     assert lines["fedavg"]["last"] == pytest.approx(100 * accuracies[-1])
-    alone = json.loads((cell(made, tmp_path, "c10", "local", 0).folder / "newcomers.json").read_text())
+    alone = json.loads((find_cell(made, tmp_path, "c10", "local", 0).folder / "newcomers.json").read_text())
     assert found["epochs"][0][0]["test"]["loss"] < alone["epochs"][0][0]["test"]["loss"]  # a better start
 
 
 def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
     """Stopped after its first checkpoint, it ends with the same logs as one that was not."""
-    from rich.console import Console
-
     from perfed.federation.federation import Federation
-    from perfed.studies.papers.cells import carry_out, cell
 
     small = ["run.rounds=3", "run.checkpoint_every=1", "data.clients=4", "train.epochs=1"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), small, True), [], ["fedavg-own"], 1)
-    how = {"engine": "sequential", "device": "cpu"}
-    carry_out(made, tmp_path / "whole", Console(quiet=True), how)
+    carry_out(made, tmp_path / "whole", QUIET, SEQUENTIAL)
     step, rounds = Federation.begin, []
 
     def stop(self, *given):
@@ -693,9 +665,9 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Federation, "begin", stop)
     with pytest.raises(KeyboardInterrupt):
-        carry_out(made, tmp_path / "stopped", Console(quiet=True), how)
-    assert not cell(made, tmp_path / "stopped", "c10-25", "fedavg-own", 0).done
-    carry_out(made, tmp_path / "stopped", Console(quiet=True), how)
+        carry_out(made, tmp_path / "stopped", QUIET, SEQUENTIAL)
+    assert not find_cell(made, tmp_path / "stopped", "c10-25", "fedavg-own", 0).done
+    carry_out(made, tmp_path / "stopped", QUIET, SEQUENTIAL)
     assert rounds == [0, 1, 1, 2]  # the first round was not run again
     first, second = (result.lines(made, tmp_path / place)[0] for place in ("whole", "stopped"))
     assert [first[rule] for rule in protocol.RULES] == [second[rule] for rule in protocol.RULES]
@@ -703,9 +675,6 @@ def test_an_interrupted_cell_goes_on(tmp_path, monkeypatch):
 
 def test_a_cell_says_where_it_was_run(tmp_path, monkeypatch):
     """With which sources and on what; one that goes on elsewhere names both places."""
-    from rich.console import Console
-
-    from perfed.studies.papers import cells
     from perfed.training import provenance
 
     assert re.fullmatch(r"\S+ with \d+ cores", provenance.hardware("cpu"))
@@ -716,7 +685,7 @@ def test_a_cell_says_where_it_was_run(tmp_path, monkeypatch):
     sets = ["run.rounds=1", "data.clients=4", "train.epochs=1"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), sets, True), [], ["local"], 1)
     monkeypatch.setattr(cells, "hardware", lambda device: "a machine")
-    cells.carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    carry_out(made, tmp_path, QUIET, SEQUENTIAL)
     (line,) = result.lines(made, tmp_path)
     assert line["commit"] == "abc1234"
     assert line["machine"].startswith("a machine, engine sequential, torch ")
@@ -725,29 +694,26 @@ def test_a_cell_says_where_it_was_run(tmp_path, monkeypatch):
     (place.parents[1] / "scores_personal_all.json").unlink()
     monkeypatch.setattr(cells, "hardware", lambda device: "another")
     monkeypatch.setenv("PERFED_COMMIT", "def5678")
-    cells.carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
+    carry_out(made, tmp_path, QUIET, SEQUENTIAL)
     (line,) = result.lines(made, tmp_path)
     assert line["commit"] == "abc1234; def5678"
     assert line["machine"].startswith("a machine; another, engine")
 
 
 def test_a_diverged_cell_is_a_result(tmp_path):
-    from rich.console import Console
-
     from perfed.report.table_text import cells
-    from perfed.studies.papers.cells import carry_out, missing
 
     # Momentum that goes on for long at a huge rate: weights grow without end, and no ReLU dies on the way.
     small = ["run.rounds=2", "data.clients=4", "model.name=mlr", "train.lr=1e15", "train.weight_decay=1e15"]
     made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), small, True), [], ["local", "fedavg"], 1)
-    carry_out(made, tmp_path, Console(quiet=True), {"engine": "sequential", "device": "cpu"})
-    assert not list(missing(made, tmp_path))  # it would diverge again
+    carry_out(made, tmp_path, QUIET, SEQUENTIAL)
+    assert not missing_cells(made, tmp_path)  # it would diverge again
     lines = result.lines(made, tmp_path)
     assert [(line["seeds"], line["diverged"], line["value"]) for line in lines] == [(0, 1, None)] * 2
     assert [row[2] for row in cells(made, lines, "c10-25")] == ["diverged", "diverged"]
     smaller = [word.replace("train.lr=1e15", "train.lr=0.1") for word in small]  # of which nothing is known
     other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["local"], 1)
-    for look in (lambda: result.lines(other, tmp_path), lambda: carry_out(other, tmp_path, Console(quiet=True), {})):
+    for look in (lambda: result.lines(other, tmp_path), lambda: carry_out(other, tmp_path, QUIET, Machine())):
         with pytest.raises(
             Problem, match=r"local.seed_0' was run with other settings \(train\).* and seed_0.json beside"
         ):
@@ -756,12 +722,12 @@ def test_a_diverged_cell_is_a_result(tmp_path):
     begun = json.loads((first / "fedavg/seed_0.json").read_text())
     begun.pop("diverged")  # as if it had been interrupted
     (first / "fedavg/seed_0.json").write_text(json.dumps(begun))
-    assert not list(missing(made, tmp_path))  # its own result says so, too
+    assert not missing_cells(made, tmp_path)  # its own result says so, too
     (first / "fedavg/seed_0/fedavg/result.json").unlink()
     other = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), smaller, True), [], ["pgfed", "fedavg"], 1)
     assert [line["seeds"] for line in result.lines(other, tmp_path)] == [0, 0]
     with pytest.raises(Problem, match=r"fedavg.seed_0' was run with other settings"):  # before anything is run
-        carry_out(other, tmp_path, Console(quiet=True), {})
+        carry_out(other, tmp_path, QUIET, Machine())
     assert not (first / "pgfed").exists()
 
 
@@ -786,15 +752,10 @@ WATCHED = """
 
 def watched(place, engine, seeds=2):
     """A small table whose mixtures are kept, and what runs it."""
-    from rich.console import Console
-
-    from perfed.studies.papers.cells import carry_out
-
     place.mkdir()
     (place / "mine.toml").write_text(WATCHED)
     made = protocol.chosen(protocol.find(str(place / "mine.toml")), [], [], seeds)
-    how = {"engine": engine, "device": "cpu", "fast": False}
-    return made, lambda: carry_out(made, place, Console(quiet=True), how)
+    return made, lambda: carry_out(made, place, QUIET, Machine(engine, "cpu"))
 
 
 def alphas(place, seed):
@@ -942,7 +903,7 @@ def test_curves_go_as_far_as_all_seeds_do(tmp_path, monkeypatch):
     from perfed.report import table_figures
 
     seeds = {0: {"rounds": [10, 20, 30], "mean": [0.1, 0.3, 0.5]}, 1: {"rounds": [10, 20], "mean": [0.3, None]}}
-    monkeypatch.setattr(table_figures, "found", lambda *_: seeds)
+    monkeypatch.setattr(table_figures, "seed_scores", lambda *_: seeds)
     made = protocol.chosen(protocol.find("pfedmb-1"), [], ["local"], 2)
     x, mean, _ = table_figures._curves(made, tmp_path, "pairs", "mean", "rounds")["local"]
     assert x.tolist() == [10, 20]
@@ -955,7 +916,8 @@ def test_seeds_that_fail_do_not_hide_the_others(tmp_path, monkeypatch):
 
     score = lambda percent: {"rules": {"val": {"clients": [percent / 100, percent / 100]}}}
     accuracy = {"b2": [85, 86], "b3": [84, 50], "b20": [50, 52]}
-    monkeypatch.setattr(table_figures, "found", lambda _, __, ___, row: dict(enumerate(map(score, accuracy[row]))))
+    seeds = lambda _protocol, _out, _column, row: dict(enumerate(map(score, accuracy[row])))
+    monkeypatch.setattr(table_figures, "seed_scores", seeds)
     made = protocol.chosen(protocol.find("pfedmb-fig5"), [], list(accuracy), 2)
     (axes,) = table_figures.branches(made, tmp_path, "classes-50").axes
     assert axes.get_ylim()[0] == pytest.approx(np.median([85, 86, 84, 50, 50, 52]) - 6)
@@ -969,7 +931,7 @@ def test_seeds_that_fail_do_not_hide_the_others(tmp_path, monkeypatch):
 def test_pages_say_what_was_not_run(tmp_path, monkeypatch):
     from perfed.report import table_page
 
-    monkeypatch.setattr(table_page, "kept", lambda made: tmp_path / f"{made.name}.csv")
+    monkeypatch.setattr(table_page, "kept_table", lambda made: tmp_path / f"{made.name}.csv")
     made = protocol.find("pfedmb-2")
     assert "`pfedmb-2`: not run" in table_page._results(made)
     some = protocol.chosen(made, ["classes-15"], [], None)

@@ -7,8 +7,8 @@ import pytest
 
 from perfed.cli import main
 from perfed.studies.papers import protocol, result
-from perfed.studies.papers.cells import cell
-from perfed.studies.papers.make import without_run
+from perfed.studies.papers.cells import find_cell
+from perfed.studies.papers.kept import without_run
 
 KEPT = Path(__file__).parents[2] / "bench" / "results"
 LONG = pytest.param("pfedmt-1", marks=pytest.mark.slow)
@@ -40,7 +40,7 @@ def test_kept_runs_give_the_kept_table(name, runs):
         for line in result.lines(made, runs):
             expected = table.pop((column, line["row"]))
             gone = lost.get(column, {}).get(line["row"], [])
-            assert not any(cell(whole, runs, column, line["row"], seed).done for seed in gone), line["row"]
+            assert not any(find_cell(whole, runs, column, line["row"], seed).done for seed in gone), line["row"]
             ended = [one["seeds"] + one["diverged"] for one in (line, expected)]
             if gone:
                 assert whole.kind == "gain" or ended[0] + len(gone) == ended[1], line["row"]

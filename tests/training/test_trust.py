@@ -17,7 +17,7 @@ from perfed.training.folder import MethodFolder, RunFolder
 from perfed.training.observers.checkpoint import Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.prepare import create, prepare
-from perfed.training.results import compare
+from perfed.training.statistics import gain_with_test
 
 QUIET = Console(quiet=True)
 
@@ -100,8 +100,8 @@ def test_predict_scales_as_training_did(dtype, scale, tmp_path):
 def test_equal_gains_are_ties():
     """0.7 - 0.6 and 0.6 - 0.5 differ in the last bit, and must not be ranked by it."""
     base = np.array([0.5, 0.6, 0.7, 0.8, 0.3, 0.2])
-    exact = compare(base + np.array([0.1, 0.1, -0.1, 0.1, 0.1, -0.1]), base)
-    scaled = compare(np.array([6, 7, 6, 9, 4, 1.0]), np.array([5, 6, 7, 8, 3, 2.0]))
+    exact = gain_with_test(base, base + np.array([0.1, 0.1, -0.1, 0.1, 0.1, -0.1]))
+    scaled = gain_with_test(np.array([5, 6, 7, 8, 3, 2.0]), np.array([6, 7, 6, 9, 4, 1.0]))
     assert exact["p"] == scaled["p"]
     assert (exact["better"], exact["worse"], exact["clients"]) == (4, 2, 6)
 

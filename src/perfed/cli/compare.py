@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +12,9 @@ from perfed.cli.options import Json, Out, Quiet, Typed, with_settings
 from perfed.cli.output import console_for, interruptible, print_json, refuse_diverged
 from perfed.core.errors import Problem
 from perfed.training.config import refuse_taken
+
+if TYPE_CHECKING:
+    from perfed.studies.compare import Comparison
 
 
 @with_settings
@@ -33,36 +35,31 @@ def compare(
     refuse_taken(out)
     if target is not None and math.isnan(target):
         raise Problem("--target must be a number from 0 to 1, not nan")
-    from perfed.studies.compare import create  # imports torch
+    from perfed.studies.compare import Comparison  # imports torch
 
-    folder = create(config, seeds, out, metrics, target)
-    with interruptible(lambda: folder):
-        carry_out_comparison(folder, console_for(json, quiet), json)
+    comparison = Comparison.create(config, seeds, out, metrics, target)
+    with interruptible(lambda: comparison.folder):
+        carry_out_comparison(comparison, console_for(json, quiet), json)
 
 
-def carry_out_comparison(folder: Path, console: Console, json: bool) -> None:
+def carry_out_comparison(comparison: Comparison, console: Console, json: bool) -> None:
     """Run what is missing of a comparison and print its tables."""
-    from perfed.report.tables import remarks, rich_table  # imports torch
-    from perfed.studies import measures
-    from perfed.studies.compare import HEADINGS, PLAN, carry_out, lines
-    from perfed.training import files
-    from perfed.training.results import Run
+    from perfed import api  # imports torch
+    from perfed.report.comparison import HEADINGS, lines, measure_tables
+    from perfed.report.tables import remarks, rich_table
 
-    result = carry_out(folder, console)
+    result = api.compare(comparison, console)
     console = console_for(json)
     console.print()
     console.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
     for line in remarks(result["methods"]):
         console.print(line, highlight=False, soft_wrap=True)
-    plan = files.read_json(folder / PLAN)
-    target = plan.get("target")
-    if plan.get("metrics") or target is not None:
-        runs = [Run(path) for path in result["methods"][0]["runs"]]
-        result["metrics"] = measures.of_runs(runs, target)
-        for table in measures.as_tables(result["metrics"], target):
+    if measures := comparison.measures():
+        result["metrics"] = measures
+        for table in measure_tables(measures, comparison.target):
             console.print()
             console.print(rich_table(*table), soft_wrap=False)
-    console.print(f"\nreport   {folder / 'compare.md'}")
+    console.print(f"\nreport   {comparison.report}")
     if json:
         print_json(result)
     refuse_diverged({method["method"]: method["diverged"] for method in result["methods"] if "diverged" in method})

@@ -43,7 +43,7 @@ def list_(
 
 def _details(entry: catalog.Entry) -> dict[str, Any]:
     """Return everything there is to know of a method, in plain values; what it sends is measured."""
-    from perfed.report.methods import measured  # imports torch
+    from perfed.studies.method_costs import bytes_sent  # imports torch
 
     fields = [
         {"name": name, "type": field.type, "default": field.default, "range": field.range, "meaning": field.meaning}
@@ -52,4 +52,4 @@ def _details(entry: catalog.Entry) -> dict[str, Any]:
     ]
     about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
     about |= {"category": entry.category, "evaluates": entry.evaluates, "vectorised": entry.vectorised}
-    return {**about, **measured(entry), "hyperparameters": fields}
+    return {**about, **bytes_sent(entry), "hyperparameters": fields}

@@ -41,20 +41,19 @@ def table(
     for each in wanted.columns:  # what is wrong is refused before anything is run
         for row in wanted.rows:
             wanted.config(each, row, 0)
-    from perfed.report.table_text import cells, column_title, headings, orders  # imports torch
+    from perfed import api  # imports torch
+    from perfed.report.table_text import cells, column_title, headings, orders
     from perfed.report.tables import rich_table
-    from perfed.studies.papers.make import make
+    from perfed.studies.machine import Machine
     from perfed.studies.papers.pack import check_path
     from perfed.studies.papers.pack import pack as write_pack
     from perfed.studies.papers.tuned import chosen_on
 
-    machine = {"engine": engine, "device": device, "compile": compile, "data_dir": data_dir}
-    machine = {key: value for key, value in machine.items() if value is not None}
     if pack is not None:
         check_path(pack)
-    progress = console_for(json, quiet)
+    progress, machine = console_for(json, quiet), Machine(engine, device, compile, data_dir)
     with interruptible():
-        lines, written = make(wanted, out, progress, only_report=only_report, command=typed_command(), how=machine)
+        lines, written = api.table(wanted, out, progress, machine, only_report=only_report, command=typed_command())
     if pack is not None:
         write_pack(wanted, out, pack)
         written.append(pack)

@@ -35,12 +35,12 @@ def run(typed: Typed, out: Out = None, json: Json = False, quiet: Quiet = False)
 def resume(run: RunFolder, json: Json = False, quiet: Quiet = False) -> None:
     """Continue a run (or a comparison) that was stopped; it ends as if it had never been."""
     from perfed import api  # imports torch
-    from perfed.studies.compare import is_comparison
+    from perfed.studies.compare import Comparison, is_comparison
 
     console = console_for(json, quiet)
     with interruptible(lambda: run):
         if is_comparison(run):
-            carry_out_comparison(run, console, json)
+            carry_out_comparison(Comparison.open(run), console, json)
         else:
             _print_ending(api.resume(run, console), json)
 

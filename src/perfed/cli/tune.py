@@ -41,17 +41,22 @@ def tune(
     if not names or (rows and table is None):
         raise Problem("name the method to tune (perfed tune pgfed --grid lr=0.1,0.01), or --rows of a --table")
     if table is None:
-        tasks, machine = [_task_of_run(typed, grid or [], out)], {}
+        tasks, settings = [_task_of_run(typed, grid or [], out)], {}
     else:
         tasks = _tasks_of_table(typed, table, column, names, quick, grid or [], out)
-        machine = {key: typed.settings[key] for key in MACHINE if key in typed.settings}
+        settings = {key: typed.settings[key] for key in MACHINE if key in typed.settings}
     from perfed.studies import tune as study  # imports torch
+    from perfed.studies.machine import Machine
+
+    machine = Machine(**settings)
 
     progress, results, problems = console_for(json, quiet), {}, []
     with interruptible():
         for task in tasks:
             try:
-                result = study.tune(task, progress, seeds=seeds, trials=trials, how=machine, command=typed_command())
+                result = study.tune(
+                    task, progress, seeds=seeds, trials=trials, machine=machine, command=typed_command()
+                )
             except Problem as problem:  # what is wrong with a row is said after the others
                 problems.append(problem)
                 continue

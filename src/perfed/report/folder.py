@@ -13,16 +13,16 @@ from perfed.training.results import Run
 
 
 def up_to(config: RunConfig) -> str:
-    """How many rounds were asked for, in words."""
+    """Say how many rounds were asked for."""
     return f"{config.rounds}" if not config.patience else f"up to {config.rounds} (patience {config.patience})"
 
 
 def write_report(run: Run) -> Path:
-    """summary.md, clients.csv and accuracy.png in <run>/report; card.md in every client's folder."""
+    """Write a summary, a CSV file and a picture into the run's folder, and a card beside every client's model."""
     folder = run.folder.report
     folder.mkdir(exist_ok=True)
     data, config = run.config.data, run.config.run
-    last = all(one["saved_round"] == one["rounds"] for one in run.summary())
+    last = all(method["saved_round"] == method["rounds"] for method in run.summary())
     when = "last round" if last else "the round whose models are saved"
     about = (
         f"# {run.path.name}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, network "
@@ -30,8 +30,8 @@ def write_report(run: Run) -> Path:
         f"seed {config.seed}.\nAccuracy: {when}, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
-    sent = "".join(f"\n{line}.\n" for line in remarks(run.summary()))
-    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + sent + "\n![accuracy](accuracy.png)\n")
+    below = "".join(f"\n{line}.\n" for line in remarks(run.summary())) + "\n![accuracy](accuracy.png)\n"
+    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + below)
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))
     for summary in run.summary():

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from perfed.core.clients import SPLITS, Clients
 from perfed.data.config import DataConfig
-from perfed.report.tables import _cell
+from perfed.report.tables import TextTable, safe_cell
 
 STEPS = "▁▂▃▄▅▆▇█"
 WIDEST = 50  # characters of a client's bar: more classes than that are joined
@@ -29,14 +29,14 @@ GROUPS = ("#8e6bbf", "#e2b53e", "#4c9f70", "#d1495b", "#3d6cb9", "#b0803c", "#7a
 
 
 def label_counts(clients: Clients, split: str) -> np.ndarray:
-    """Samples of each label, [clients, classes]."""
+    """Count the samples of each label: [clients, classes]."""
     part = clients.split(split)
     pieces = part.y.cpu().split(list(part.size))
     return np.stack([np.bincount(y.numpy(), minlength=clients.classes) for y in pieces])
 
 
 def heading(clients: Clients, data: DataConfig) -> str:
-    """What was shared out, and how."""
+    """Say what was shared out, and how."""
     about = _about(clients)
     plain = lambda v: str(v).lower() if isinstance(v, bool) else f"{v:g}"
     settings = [f"{key.replace('_', ' ')} {plain(value)}" for key, value in about["settings"].items()]
@@ -50,19 +50,22 @@ def heading(clients: Clients, data: DataConfig) -> str:
 
 
 def summary(clients: Clients) -> list[str]:
-    """The measures over all clients, in words."""
-    m, counts = _about(clients)["measures"], label_counts(clients, "train")
-    largest = (counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)).mean()  # right, if a client guesses it
+    """Say how uneven the clients are, in words."""
+    measures, counts = _about(clients)["measures"], label_counts(clients, "train")
+    most_frequent = (counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)).mean()
+    labels = (
+        "mean EMD {emd:.3f}, total variation {total_variation:.3f}, 1-Wasserstein between clients {wasserstein:.3f}"
+    )
+    sizes = "{smallest} to {largest} (max/min {max_over_min:.1f}), Gini {gini:.3f}"
     return [
-        f"labels   mean EMD {m['emd']:.3f}, total variation {m['total_variation']:.3f}, "
-        f"1-Wasserstein between clients {m['wasserstein']:.3f}",
-        f"         mean share of a client's most frequent label {100 * largest:.1f} %",
-        f"sizes    {m['smallest']} to {m['largest']} (max/min {m['max_over_min']:.1f}), Gini {m['gini']:.3f}",
+        "labels   " + labels.format(**measures),
+        f"         mean share of a client's most frequent label {100 * most_frequent:.1f} %",
+        "sizes    " + sizes.format(**measures),
     ]
 
 
 def bar(counts: np.ndarray) -> str:
-    """A client's labels as one line of little bars, a dot where it has none.
+    """Draw a client's labels as a line of little bars, with a dot where it has none.
 
     >>> bar(np.array([0, 1, 8, 4]))
     '·▁█▄'
@@ -73,10 +76,10 @@ def bar(counts: np.ndarray) -> str:
     return "".join(STEPS[-(-int(n) * len(STEPS) // top) - 1] if n else "·" for n in counts)
 
 
-def lines(clients: Clients) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows of the table."""
+def lines(clients: Clients) -> TextTable:
+    """Return the table of who got what."""
     about, train = _about(clients), label_counts(clients, "train")
-    skews, m = about["skews"], about["measures"]
+    skews, measures = about["skews"], about["measures"]
     extra: dict[str, list[str]] = {}
     if "rotate" in skews:
         extra["turned"] = [f"{degrees}°" for degrees in skews["rotate"]]
@@ -88,36 +91,35 @@ def lines(clients: Clients) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     for id, name in enumerate(clients.names):
         sizes = [str(clients.split(split).size[id]) for split in SPLITS]
         tail = [values[id] for values in extra.values()]
-        rows.append(
-            (escape(name), *sizes, str(m["classes"][id]), bar(train[id]), f"{m['emd_per_client'][id]:.3f}", *tail)
-        )
+        classes, distance = str(measures["classes"][id]), f"{measures['emd_per_client'][id]:.3f}"
+        rows.append((escape(name), *sizes, classes, bar(train[id]), distance, *tail))
     return ("client", *SPLITS, "classes", "training labels", "EMD", *extra), rows
 
 
 def as_dict(clients: Clients) -> dict[str, Any]:
-    """Everything in plain values."""
+    """Return everything in plain values."""
     tables = {split: label_counts(clients, split) for split in SPLITS}
-    found = [
+    listed = [
         {"name": name, "labels": {split: counts[id].tolist() for split, counts in tables.items()}}
         for id, name in enumerate(clients.names)
     ]
-    return {"classes": _labels(clients), "clients": found, **_about(clients)}
+    return {"classes": _labels(clients), "clients": listed, **_about(clients)}
 
 
 def counts_csv(clients: Clients) -> str:
-    """Samples of each label, one line per client and part."""
+    """Write the samples of each label, a line for each client and part."""
     out = io.StringIO()
     write = csv.writer(out)
-    write.writerow(["client", "part", *(_cell(name) for name in _labels(clients))])
+    write.writerow(["client", "part", *(safe_cell(name) for name in _labels(clients))])
     tables = {split: label_counts(clients, split) for split in SPLITS}
     for id, name in enumerate(clients.names):
         for split, counts in tables.items():
-            write.writerow([_cell(name), split, *counts[id].tolist()])
+            write.writerow([safe_cell(name), split, *counts[id].tolist()])
     return out.getvalue()
 
 
 def pictures(clients: Clients, data: DataConfig) -> dict[str, bytes]:
-    """The picture as PNG and SVG: sizes above, labels below, one column per client."""
+    """Draw the partition as PNG and SVG: sizes above, labels below, a column for each client."""
     figure = _draw(clients, data)
     out = {}
     with mpl.rc_context({"svg.hashsalt": "perfed", "svg.fonttype": "none"}):
@@ -163,10 +165,10 @@ def _settle(figure: Figure) -> None:
 
 
 def _sizes(axis: Axes, clients: Clients) -> None:
-    at, base = np.arange(len(clients)), np.zeros(len(clients))
+    places, base = np.arange(len(clients)), np.zeros(len(clients))
     for split, colour in PARTS.items():
         size = np.array(clients.split(split).size)
-        axis.bar(at, size, bottom=base, width=0.8, color=colour, label=split)
+        axis.bar(places, size, bottom=base, width=0.8, color=colour, label=split)
         base += size
     axis.set_ylabel("samples", color=INK, fontsize=9)
     axis.yaxis.set_major_locator(MaxNLocator(3, integer=True))
@@ -176,14 +178,14 @@ def _sizes(axis: Axes, clients: Clients) -> None:
 
 
 def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> None:
-    """Bubbles whose area is the number of samples, or a heat map where there are too many."""
+    """Draw bubbles whose area is the number of samples, or a heat map where there are too many."""
     n, classes = train.shape
     share = train / np.maximum(train.sum(axis=1, keepdims=True), 1)
     shown = {"cmap": SHADES, "vmin": 0, "vmax": max(float(share.max()), 1e-9)}
     if n <= FEW_CLIENTS and classes <= FEW_CLASSES:
-        at, label = np.nonzero(train)
-        area = 360 * train[at, label] / train.max()  # in square points: the largest just fills its place
-        drawn = axis.scatter(at, label, s=area + 3, c=share[at, label], linewidths=0, **shown)
+        client, label = np.nonzero(train)
+        area = 360 * train[client, label] / train.max()  # in square points: the largest just fills its place
+        drawn = axis.scatter(client, label, s=area + 3, c=share[client, label], linewidths=0, **shown)
         axis.set_ylim(classes - 0.4, -0.6)
         axis.grid(alpha=0.18)
         axis.set_axisbelow(True)
@@ -199,22 +201,22 @@ def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> 
     side.outline.set_visible(False)
 
 
-def _distances(axis: Axes, m: dict[str, Any]) -> None:
-    axis.bar(range(len(m["emd_per_client"])), m["emd_per_client"], width=0.8, color=MUTED)
-    axis.axhline(m["emd"], color=INK, linewidth=0.8, linestyle="--")
+def _distances(axis: Axes, measures: dict[str, Any]) -> None:
+    axis.bar(range(len(measures["emd_per_client"])), measures["emd_per_client"], width=0.8, color=MUTED)
+    axis.axhline(measures["emd"], color=INK, linewidth=0.8, linestyle="--")
     axis.set_ylim(0, 2)
     axis.set_yticks([0, 1, 2])
     axis.set_ylabel("EMD", color=INK, fontsize=9)
-    words = f"mean EMD {m['emd']:.2f}    Gini of sizes {m['gini']:.2f}    max/min {m['max_over_min']:.1f}"
+    words = "mean EMD {emd:.2f}    Gini of sizes {gini:.2f}    max/min {max_over_min:.1f}".format(**measures)
     axis.set_title(words, fontsize=8, color=MUTED, loc="left", pad=3)
 
 
 def _strips(skews: dict[str, Any], domains: list[str] | None) -> list[tuple[str, list[int], list[str]]]:
-    """Lines of coloured squares: title, colour number of each client, what each colour is called."""
+    """Return lines of coloured squares: title, colour number of each client, what each colour is called."""
     out = []
     if domains is not None:
         kinds = list(dict.fromkeys(domains))
-        out.append(("domain", [kinds.index(one) for one in domains], kinds))
+        out.append(("domain", [kinds.index(domain) for domain in domains], kinds))
     if "rotate" in skews:
         angles = sorted(set(skews["rotate"]))
         out.append(("turned", [angles.index(a) for a in skews["rotate"]], [f"{a}°" for a in angles]))
@@ -226,8 +228,8 @@ def _strips(skews: dict[str, Any], domains: list[str] | None) -> list[tuple[str,
 
 def _strip(axis: Axes, title: str, groups: list[int], names: list[str]) -> None:
     for number, name in enumerate(names):
-        at = [i for i, group in enumerate(groups) if group == number]
-        axis.bar(at, [1] * len(at), width=0.8, color=GROUPS[number % len(GROUPS)], label=name)
+        places = [place for place, group in enumerate(groups) if group == number]
+        axis.bar(places, [1] * len(places), width=0.8, color=GROUPS[number % len(GROUPS)], label=name)
     axis.set_yticks([])
     axis.set_ylabel(title, color=INK, fontsize=9, rotation=0, ha="right", va="center")
     axis.legend(

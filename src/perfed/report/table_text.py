@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from perfed.report.tables import markdown, size
@@ -29,29 +30,34 @@ def _pair(value: float | None, std: float | None, digits: int = 2) -> str:
 
 
 def headings(protocol: Protocol) -> tuple[str, ...]:
-    """What the columns of the printed table are."""
+    """Return the headings of the printed table."""
     if protocol.kind == "rounds":
         return ("", "paper", "ours", "difference", "speed-up, paper", "speed-up, ours", "seeds")
-    others = [RULE[rule] for rule in ("max", "val", "last10") if protocol.kind == "accuracy" and rule != protocol.rule]
+    others = [RULE[rule] for rule in _other_rules(protocol)]
     main = RULE[protocol.rule] if protocol.kind == "accuracy" else f"gain, {RULE[protocol.rule]}"
     own = protocol.rows[protocol.own].title if protocol.own else "own method"
     more = ("share above 0",) if protocol.kind == "gain" else ()
     return ("", "paper", main, "difference", *others, *more, f"{own} minus row", "seeds")
 
 
+def _other_rules(protocol: Protocol) -> list[str]:
+    """Return the rules that a table of accuracies shows beside its own."""
+    return [rule for rule in ("max", "val", "last10") if protocol.kind == "accuracy" and rule != protocol.rule]
+
+
 def column_title(protocol: Protocol, table: list[Line], column: str) -> str:
-    """What a column is called, with what is unusual about the data that it was run on."""
+    """Return the title of a column, with what is unusual about the data that it was run on."""
     data = together(line.get("data") or "" for line in table if line["column"] == column)
     return protocol.columns[column].title + (f" ({data})" if data else "")
 
 
 def cells(protocol: Protocol, table: list[Line], column: str) -> list[tuple[str, ...]]:
-    """The printed lines of one column; what was not run says so."""
-    here = [line for line in table if line["column"] == column]
-    return [_cells(protocol, line, here) for line in here]
+    """Return the printed rows of a column; what was not run says so."""
+    lines = [line for line in table if line["column"] == column]
+    return [_row(protocol, line, lines) for line in lines]
 
 
-def _cells(protocol: Protocol, line: Line, here: list[Line]) -> tuple[str, ...]:
+def _row(protocol: Protocol, line: Line, lines: list[Line]) -> tuple[str, ...]:
     title = f"({line['title']})" if line["plain"] else line["title"]  # not a row of the paper's
     whole = protocol.kind == "rounds"
     paper = _pair(line["paper"], line["paper_std"], 0 if whole else 2)
@@ -64,76 +70,83 @@ def _cells(protocol: Protocol, line: Line, here: list[Line]) -> tuple[str, ...]:
     difference = "-" if line["difference"] is None else f"{line['difference']:+.{1 if whole else 2}f}"
     seeds = f"{line['seeds']:.0f}" + (f", {line['diverged']:.0f} {DIVERGED}" if line["diverged"] else "")
     if whole:
-        speed = [
-            _speed_up(line[key], [other[key] for other in here if not other["plain"]]) for key in ("paper", "value")
-        ]
+        listed = [other for other in lines if not other["plain"]]
+        speed = [_speed_up(line[key], [other[key] for other in listed]) for key in ("paper", "value")]
         return (title, paper, value, difference, *speed, seeds)
-    others = [r for r in ("max", "val", "last10") if protocol.kind == "accuracy" and r != protocol.rule]
-    more = [_pair(line[rule], line[f"{rule}_std"]) for rule in others]
+    more = [_pair(line[rule], line[f"{rule}_std"]) for rule in _other_rules(protocol)]
     if protocol.kind == "gain":
         more.append("-" if line["gain_positive"] is None else f"{100 * line['gain_positive']:.0f} %")
-    ahead = "-"
-    if line["ahead"] is not None:
-        ahead = f"{line['ahead']:+.2f} [{line['ahead_low']:+.2f}, {line['ahead_high']:+.2f}]"
-        both = line.get("ahead_seeds", line["seeds"])
-        if both < line["seeds"]:  # of the others the own method has no run yet
-            ahead += f" ({both:.0f} of {line['seeds']:.0f} seeds)"
-        elif both > line["seeds"]:  # gains count the seeds that Local has, too
-            ahead += f" ({both:.0f} seeds)"
-    return (title, paper, value, difference, *more, ahead, seeds)
+    return (title, paper, value, difference, *more, _ahead(line), seeds)
+
+
+def _ahead(line: Line) -> str:
+    """Write by how much the paper's own method is ahead of a row, with the interval."""
+    if line["ahead"] is None:
+        return "-"
+    text = f"{line['ahead']:+.2f} [{line['ahead_low']:+.2f}, {line['ahead_high']:+.2f}]"
+    both = line.get("ahead_seeds", line["seeds"])
+    if both < line["seeds"]:  # of the others the own method has no run yet
+        return f"{text} ({both:.0f} of {line['seeds']:.0f} seeds)"
+    if both > line["seeds"]:  # gains count the seeds that Local has, too
+        return f"{text} ({both:.0f} seeds)"
+    return text
 
 
 def _speed_up(value: float | None, every: list[float | None]) -> str:
-    """Rounds of the slowest listed method over one's own."""
+    """Return the rounds of the slowest listed method over a method's own."""
     known = [v for v in every if v is not None]
     return "-" if value is None or not known else f"{max(known) / value:.1f}"
 
 
 def orders(protocol: Protocol, table: list[Line]) -> list[str]:
-    """One line per column: does the order of the methods agree?"""
-    said = []
+    """Say for each column how far the order of the methods agrees with the paper's."""
+    sentences = []
     for column in dict.fromkeys(line["column"] for line in table):
-        found = agreement(table, column)
-        if found is None:
+        agreed = agreement(table, column)
+        if agreed is None:
             continue
         show = lambda value: "n/a" if value is None or math.isnan(value) else f"{value:+.2f}"
-        said.append(
-            f"{column_title(protocol, table, column)}: order of {found['rows']} rows against the paper's: "
-            f"Spearman {show(found['spearman'])}, Kendall {show(found['kendall'])}, "
-            f"{found['same']} of {found['pairs']} pairs alike"
+        sentences.append(
+            f"{column_title(protocol, table, column)}: order of {agreed['rows']} rows against the paper's: "
+            f"Spearman {show(agreed['spearman'])}, Kendall {show(agreed['kendall'])}, "
+            f"{agreed['same']} of {agreed['pairs']} pairs alike"
         )
-    return said
+    return sentences
 
 
-METRICS = (
-    *("", "deviation over clients", "10th percentile", "worst tenth", "Jain", "macro-F1", "AUC", "loss", "area"),
-    *("gain over Local", "gain above 0", "sent", "FLOPs", "time", "server keeps", "client keeps"),
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}"
+
+
+# Heading, key of a line, and what writes its number.
+MEASURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("deviation over clients", "clients_std", _percent),
+    ("10th percentile", "clients_p10", _percent),
+    ("worst tenth", "clients_worst10", _percent),
+    ("Jain", "clients_jain", "{:.3f}".format),
+    ("macro-F1", "macro_f1", "{:.3f}".format),  # of the last round, like AUC
+    ("AUC", "auc", "{:.3f}".format),
+    ("loss", "loss", "{:.3f}".format),
+    ("area", "area", _percent),
+    ("gain over Local", "gain", "{:+.2f}".format),
+    ("gain above 0", "gain_positive", "{:.0%}".format),
+    ("sent", "bytes", size),
+    ("FLOPs", "flops", "{:.2e}".format),
+    ("time", "seconds", "{:.0f} s".format),
+    ("server keeps", "server_state", size),
+    ("client keeps", "client_state", size),
 )
 
 
-def metric_cells(table: list[Line], column: str) -> list[tuple[str, ...]]:
-    """Spread, fairness, convergence and cost of the finished rows of one column."""
-    rows = []
-    number = lambda value, pattern: "-" if value is None else pattern.format(value)
-    for line in table:
-        if line["column"] != column or not line["seeds"]:
-            continue
-        percent = [
-            number(line[f"clients_{k}"] and 100 * line[f"clients_{k}"], "{:.2f}") for k in ("std", "p10", "worst10")
-        ]
-        tail = [number(line["clients_jain"], "{:.3f}")]
-        tail += [number(line.get(key), "{:.3f}") for key in ("macro_f1", "auc", "loss")]  # the first two: last round
-        tail += [number(line["area"] and 100 * line["area"], "{:.2f}"), number(line["gain"], "{:+.2f}")]
-        tail += [number(line["gain_positive"], "{:.0%}"), size(line["bytes"] or 0)]
-        tail += [number(line["flops"], "{:.2e}"), number(line["seconds"], "{:.0f} s")]
-        kept = [line.get(key) for key in ("server_state", "client_state")]
-        tail += ["-" if one is None else size(one) for one in kept]
-        rows.append((line["title"], *percent, *tail))
-    return rows
+def measure_rows(table: list[Line], column: str) -> list[tuple[str, ...]]:
+    """Return spread, fairness, convergence and cost of the finished rows of a column."""
+    finished = [line for line in table if line["column"] == column and line["seeds"]]
+    cell = lambda line, key, write: "-" if line.get(key) is None else write(line[key])
+    return [(line["title"], *(cell(line, key, write) for _, key, write in MEASURES)) for line in finished]
 
 
 def report(protocol: Protocol, table: list[Line], pictures: list[str] | None = None) -> str:
-    """The whole table as Markdown."""
+    """Write a whole table as Markdown."""
     text = [f"# {protocol.title}", ""]
     if protocol.label:
         text += [f"**{protocol.label}**: not the paper's settings, so at most orders may be compared.", ""]
@@ -146,13 +159,13 @@ def report(protocol: Protocol, table: list[Line], pictures: list[str] | None = N
 
 
 def body(protocol: Protocol, table: list[Line], full: bool = True) -> str:
-    """The tables alone, with what they rest on; `full`: also the other measures, and what the rules are."""
+    """Write the tables alone, with what they rest on; `full`: also other measures, and what the rules mean."""
     text = []
     for column in dict.fromkeys(line["column"] for line in table):
         text += [f"**{column_title(protocol, table, column)}**", ""]
         text += [markdown(headings(protocol), cells(protocol, table, column))]
-        rows = metric_cells(table, column) if full and protocol.kind == "accuracy" else []
-        text += [markdown(METRICS, rows)] * bool(rows)
+        rows = measure_rows(table, column) if full and protocol.kind == "accuracy" else []
+        text += [markdown(("", *(heading for heading, _, _ in MEASURES)), rows)] * bool(rows)
     text += [f"- {line}" for line in orders(protocol, table)] + [""]
     text += [MEANING, ""] * (full and protocol.kind != "rounds")
     text += [provenance(table), ""]
@@ -160,7 +173,7 @@ def body(protocol: Protocol, table: list[Line], full: bool = True) -> str:
 
 
 def provenance(table: list[Line]) -> str:
-    """Where the numbers come from."""
+    """Say where the numbers come from."""
     every: Any = lambda key: together(line.get(key) or "" for line in table)
     if not any(line["seeds"] for line in table):
         return "Nothing of this table has been run yet."

@@ -11,9 +11,11 @@ from rich.table import Table
 from perfed.federation.faults import in_words
 from perfed.training.results import Run
 
+TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
+
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Write a number of bytes in a unit that suits."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -22,12 +24,12 @@ def size(count: float) -> str:
 
 
 def score(value: float | None) -> str:
-    """An accuracy, or n/a where there were no samples."""
+    """Write an accuracy, or n/a where there were no samples."""
     return "n/a" if value is None else f"{value:.3f}"
 
 
 def signed(value: float | None) -> str:
-    """A difference of accuracies."""
+    """Write a difference of accuracies."""
     return "n/a" if value is None else f"{value:+.3f}"
 
 
@@ -37,23 +39,24 @@ NAMED = 3  # refused uploads that are named below a table
 
 
 def lines(run: Run) -> list[tuple[str, ...]]:
-    """The cells of the comparison table, one line per method (and per further model that a method evaluates)."""
-    out = []
-    for one in run.summary():
-        gain, sent = one["gain"], one["bytes"]
-        accuracy = [score(one["accuracy"][k]) for k in ("mean", "weighted", "worst10")]
-        better = ("-", "-", "-")
+    """Return the cells of a run's table, a line for each method and for each further model that it evaluates."""
+    rows = []
+    for method in run.summary():
+        gain, sent = method["gain"], method["bytes"]
+        better, mean, p = "-", "-", "-"
         if gain is not None:
-            known = f"{gain['better']} of {gain['clients']}"
-            better = (known, signed(gain["mean"]), "n/a" if gain["p"] is None else f"{gain['p']:.3f}")
-        *better, p = better
-        tail = (size(sent["down"]), size(sent["up"]), p, f"{one['seconds']:.1f} s")
-        title = one["title"] + " (diverged)" * bool(one["diverged"])
-        out.append((title, one["evaluates"], *accuracy, *better, *tail))
-        for name, other in one["others"].items():
-            cells = [score(other[k]) for k in ("mean", "weighted", "worst10")]
-            out.append((f"  {name}", "", *cells, "", "", "", "", "", ""))
-    return out
+            better, mean = f"{gain['better']} of {gain['clients']}", signed(gain["mean"])
+            p = "n/a" if gain["p"] is None else f"{gain['p']:.3f}"
+        title = method["title"] + " (diverged)" * bool(method["diverged"])
+        traffic, seconds = (size(sent["down"]), size(sent["up"])), f"{method['seconds']:.1f} s"
+        rows.append((title, method["evaluates"], *_scores(method["accuracy"]), better, mean, *traffic, p, seconds))
+        for name, accuracy in method["others"].items():
+            rows.append((f"  {name}", "", *_scores(accuracy), "", "", "", "", "", ""))
+    return rows
+
+
+def _scores(accuracy: dict[str, float | None]) -> list[str]:
+    return [score(accuracy[key]) for key in ("mean", "weighted", "worst10")]
 
 
 def remarks(methods: list[dict[str, Any]]) -> list[str]:
@@ -62,13 +65,13 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     Bytes between servers, clients that failed (one line for all methods that failed alike), uploads that were not used,
     and training that diverged.
     """
-    said = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
-    found = [(one["title"], one["bytes"]["extra"]) for one in methods if one["bytes"]["extra"]]
-    lines = [f"{title} between servers, in neither down nor up: {said(extra)}" for title, extra in found]
+    amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
+    extra = [(method["title"], method["bytes"]["extra"]) for method in methods if method["bytes"]["extra"]]
+    lines = [f"{title} between servers, in neither down nor up: {amounts(counts)}" for title, counts in extra]
     failed: dict[str, list[str]] = {}
-    for one in methods:
-        if one.get("faults"):
-            failed.setdefault(in_words(one["faults"]), []).append(one["title"])
+    for method in methods:
+        if method.get("faults"):
+            failed.setdefault(in_words(method["faults"]), []).append(method["title"])
     lines += [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
     return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]
@@ -84,24 +87,24 @@ def refusals(refused: dict[str, Any]) -> str:
 
 
 def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: int | None = None) -> Table:
-    """A table for the terminal; long headings take two lines."""
+    """Make a table for the terminal; long headings take two lines."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 1))
-    for at, heading in enumerate(headings[:columns]):
-        table.add_column(heading.replace(" ", "\n", 1), justify="left" if at == 0 else "right", no_wrap=True)
+    for index, heading in enumerate(headings[:columns]):
+        table.add_column(heading.replace(" ", "\n", 1), justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row[:columns])
     return table
 
 
 def markdown(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """The same as Markdown."""
+    """Make a table in Markdown."""
     safe = lambda cell: cell.replace("|", "\\|").strip()
     text = [" | ".join(map(safe, line)) for line in (headings, ("---",) * len(headings), *rows)]
     return "".join(f"| {line} |\n" for line in text)
 
 
 def clients_csv(run: Run) -> str:
-    """One line per client: sizes and every method's test accuracy."""
+    """Write a line for each client: its sizes, and every method's test accuracy."""
     out = io.StringIO()
     write = csv.writer(out)
     accuracy = {name: run.accuracies(name) for name in run.entries}
@@ -109,21 +112,21 @@ def clients_csv(run: Run) -> str:
     for id, client in enumerate(run.about["clients"]):
         sizes = [client[split] for split in ("train", "val", "test")]
         scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in accuracy.values()]
-        write.writerow([_cell(client["name"]), *sizes, *scores])
+        write.writerow([safe_cell(client["name"]), *sizes, *scores])
     return out.getvalue()
 
 
-def _cell(name: str) -> str:
-    # A name from outside must not become a formula in somebody's spreadsheet.
+def safe_cell(name: str) -> str:
+    """Quote a name from outside that would be a formula in somebody's spreadsheet."""
     return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
 
 
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
-    """What a model is, for whoever finds its file."""
+    """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
     name = client["name"].replace("`", "'").replace("\n", " ").replace("\r", " ")
     scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
-    rows = [(run.entries[entry].title, score(s)) for entry, s in scores.items()]
+    rows = [(run.entries[entry].title, score(accuracy)) for entry, accuracy in scores.items()]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
     return (

@@ -1,52 +1,111 @@
-"""Several methods under several seeds: one run folder per seed, one table over all of them."""
+"""A comparison: several methods under several seeds, with a run folder for each seed and one table over all of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from perfed.models import is_path
-from perfed.report.folder import up_to
-from perfed.report.tables import markdown, remarks, signed, size
+from perfed.studies.measures import of_runs
 from perfed.training import files
 from perfed.training.config import Config, from_dict, new_folder, read_toml, to_toml
-from perfed.training.prepare import BASELINE
-from perfed.training.results import Run, compare
+from perfed.training.engine import is_batched
+from perfed.training.prepare import BASELINE, prepare
+from perfed.training.results import Run
+from perfed.training.statistics import gain_with_test
 
-PLAN = "compare.json"
-HEADINGS = ("", "mean", "weighted", "worst tenth", "gain over Local", "better", "worse", "p", "down", "up")
+PLAN, CONFIG, RESULT, REPORT = "compare.json", "compare.toml", "result.json", "compare.md"
 
 
 def is_comparison(folder: Path) -> bool:
-    """Whether a folder holds a comparison rather than one run."""
+    """Tell a comparison's folder from that of one run."""
     return (folder / PLAN).is_file()
 
 
-def create(config: Config, seeds: int, out: Path | None, metrics: bool = False, target: float | None = None) -> Path:
-    """A folder for a comparison, which says what is to be shown of it; its runs come later."""
-    from perfed.training.prepare import prepare
+@dataclass(frozen=True)
+class Comparison:
+    """What was asked for in a comparison, and where it is kept."""
 
-    prepare(config)  # what is wrong is found before anything is written
-    unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
-    folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
-    new_folder(folder)
-    files.write(folder / "compare.toml", to_toml(_absolute(config)))
-    every = [config.run.seed + at for at in range(seeds)]
-    files.write_json(folder / PLAN, {"seeds": every, "metrics": metrics, "target": target})
-    return folder
+    folder: Path
+    config: Config
+    seeds: list[int]
+    metrics: bool = False  # also spread, fairness, convergence and cost
+    target: float | None = None  # the metrics, and what it took to this mean test accuracy
+
+    @classmethod
+    def create(
+        cls, config: Config, seeds: int, out: Path | None = None, metrics: bool = False, target: float | None = None
+    ) -> Comparison:
+        """Make the folder of a comparison; its runs come later.
+
+        Args:
+            config: the configuration of its runs; its seed is the first.
+            seeds: how many there are.
+            out: the folder to make; None: a new one in ./runs.
+            metrics: also show spread, fairness, convergence and cost.
+            target: show them, and what it took to this mean test accuracy.
+        """
+        prepare(config)  # what is wrong is refused before anything is written
+        unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
+        folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
+        new_folder(folder)
+        plan = {"seeds": [config.run.seed + n for n in range(seeds)], "metrics": metrics, "target": target}
+        files.write(folder / CONFIG, to_toml(_absolute(config)))
+        files.write_json(folder / PLAN, plan)
+        return cls.open(folder)
+
+    @classmethod
+    def open(cls, folder: Path) -> Comparison:
+        """Read what was asked for."""
+        plan = files.read_json(folder / PLAN)
+        config = from_dict(read_toml(folder / CONFIG))
+        return cls(folder, config, plan["seeds"], plan.get("metrics", False), plan.get("target"))
+
+    @property
+    def report(self) -> Path:
+        """The file with the comparison's table."""
+        return self.folder / REPORT
+
+    @property
+    def batched(self) -> bool:
+        """Whether all seeds are one batch; else they are run one by one, and only one seed's data are in memory."""
+        return is_batched(self.config.run)
+
+    def run_config(self, seed: int) -> Config:
+        """Return the configuration of a seed's run."""
+        return dataclasses.replace(self.config, run=dataclasses.replace(self.config.run, seed=seed))
+
+    def run_folder(self, seed: int) -> Path:
+        """Return the folder of a seed's run."""
+        return self.folder / f"seed_{seed}"
+
+    def finish(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """Write and return what came out of the runs, one for each seed."""
+        methods = [_summary(runs, name) for name in runs[0].entries]
+        result = {"compare": str(self.folder), "seeds": len(runs), "methods": methods}
+        files.write_json(self.folder / RESULT, result)
+        return result
+
+    def measures(self) -> list[dict[str, Any]]:
+        """Say more than accuracy of each method's finished runs, where that was asked for; else nothing."""
+        if not self.metrics and self.target is None:
+            return []
+        return of_runs([Run(self.run_folder(seed)) for seed in self.seeds], self.target)
 
 
 def _absolute(config: Config) -> Config:
-    """The same with whole paths: a comparison may be resumed from another folder."""
+    """Make all paths whole: a comparison may be resumed from another folder."""
     whole = lambda path: str(Path(path).expanduser().resolve())
-    names = [whole(e.file) if n.endswith(".py") else n for n, e in zip(config.methods, config.entries(), strict=True)]
+    pairs = zip(config.methods, config.entries(), strict=True)
+    names = [whole(entry.file) if name.endswith(".py") else name for name, entry in pairs]
     data, model = config.data, config.model
     if data.dir is not None:
         data = dataclasses.replace(data, dir=whole(data.dir))
@@ -56,91 +115,32 @@ def _absolute(config: Config) -> Config:
     return dataclasses.replace(config, methods=tuple(names), data=data, model=model)
 
 
-def carry_out(folder: Path, console: Console) -> dict[str, Any]:
-    """Run what is missing, then write and return the comparison."""
-    from perfed import api
-
-    config = from_dict(read_toml(folder / "compare.toml"))
-    seeds = files.read_json(folder / PLAN)["seeds"]
-    seeded = [dataclasses.replace(config, run=dataclasses.replace(config.run, seed=seed)) for seed in seeds]
-    places = [folder / f"seed_{seed}" for seed in seeds]
-    if _batched(config):
-        console.print(f"seeds {', '.join(map(str, seeds))} in one batch", highlight=False)
-        runs = api.carry_out(seeded, places, console)
-    else:  # one after another: only one seed's data are in memory
-        runs = []
-        for seed, one, place in zip(seeds, seeded, places, strict=True):
-            console.print(f"seed {seed}")
-            runs += api.carry_out([one], [place], console)
-    result = {"compare": str(folder), "seeds": len(runs), "methods": [_one(runs, name) for name in runs[0].entries]}
-    files.write_json(folder / "result.json", result)
-    text = f"# {folder.name}\n\n{_about(config, runs)}\n\n" + markdown(HEADINGS, lines(result))
-    text += "".join(f"\n{line}.\n" for line in remarks(result["methods"]))
-    files.write(folder / "compare.md", text)
-    return result
-
-
-def _batched(config: Config) -> bool:
-    """Whether cohorts are batches, so that several seeds can share one."""
-    from perfed.training.engine import pick_device, pick_engine
-
-    return pick_engine(config.run, pick_device(config.run.device), 2) == "vectorised"
-
-
-def _about(config: Config, runs: list[Run]) -> str:
-    seeds = ", ".join(str(run.config.run.seed) for run in runs)
-    return (
-        f"{config.data.name}, {len(runs[0].about['clients'])} clients, {up_to(config.run)} rounds, seeds {seeds}. "
-        "Mean and deviation over seeds of the clients' mean test accuracy; gain, better, worse and p (Wilcoxon "
-        "signed-rank) over all clients of all seeds, each against Local with the same client and seed."
-    )
-
-
-def _one(runs: list[Run], method: str) -> dict[str, Any]:
-    each = [next(s for s in run.summary() if s["method"] == method) for run in runs]
-    over = lambda key: [one["accuracy"][key] for one in each]
+def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
+    """Summarise a method over all seeds."""
+    each = [next(summary for summary in run.summary() if summary["method"] == method) for run in runs]
+    over = lambda key: [summary["accuracy"][key] for summary in each]
     accuracy = {key: {"mean": float(np.mean(over(key))), "std": _deviation(over(key))} for key in each[0]["accuracy"]}
     gain = None
     if method != BASELINE and BASELINE in runs[0].entries:
-        pooled = [np.concatenate([run.accuracies(name) for run in runs]) for name in (method, BASELINE)]
-        gain = compare(*pooled)
+        pooled = [np.concatenate([run.accuracies(name) for run in runs]) for name in (BASELINE, method)]
+        gain = gain_with_test(*pooled)
     mean = lambda values: int(np.mean(list(values)))
-    sent: dict[str, Any] = {way: mean(one["bytes"][way] for one in each) for way in ("down", "up")}
-    extra = [one["bytes"]["extra"] for one in each]
-    sent["extra"] = {name: mean(one[name] for one in extra) for name in extra[0]}
-    seconds = round(sum(one["seconds"] for one in each), 3)
+    sent: dict[str, Any] = {way: mean(summary["bytes"][way] for summary in each) for way in ("down", "up")}
+    extra = [summary["bytes"]["extra"] for summary in each]
+    sent["extra"] = {name: mean(numbers[name] for numbers in extra) for name in extra[0]}
+    seconds = round(sum(summary["seconds"] for summary in each), 3)
     about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
-    failed = [one["faults"] for one in each]
-    if all(failed):
-        about["faults"] = {key: sum(one[key] for one in failed) for key in failed[0]}
-    if refused := [one["refused"] for one in each if one["refused"]]:
-        first = [refusal for one in refused for refusal in one["first"]]
-        about["refused"] = {"count": sum(one["count"] for one in refused), "first": first}
-    if diverged := [one["diverged"] for one in each if one["diverged"]]:
+    faults = [summary["faults"] for summary in each]
+    if all(faults):
+        about["faults"] = {key: sum(counts[key] for counts in faults) for key in faults[0]}
+    if refused := [summary["refused"] for summary in each if summary["refused"]]:
+        first = [refusal for uploads in refused for refusal in uploads["first"]]
+        about["refused"] = {"count": sum(uploads["count"] for uploads in refused), "first": first}
+    if diverged := [summary["diverged"] for summary in each if summary["diverged"]]:
         about["diverged"] = f"{len(diverged)} of {len(each)} seeds: {diverged[0]}"
-    return {**about, "seconds": seconds, "runs": [one["run"] for one in each]}
+    return {**about, "seconds": seconds, "runs": [summary["run"] for summary in each]}
 
 
 def _deviation(values: list[float]) -> float:
-    """Deviation over seeds, of the sample; 0 for a single seed."""
+    """Return the sample's deviation over seeds; 0 for a single seed."""
     return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-
-
-def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The cells of the comparison, one line per method."""
-    out = []
-    for one in result["methods"]:
-        several = result["seeds"] > 1  # one seed has no deviation
-        cells = [
-            f"{v['mean']:.3f}" + (f" ± {v['std']:.3f}" if several else "")
-            for k, v in one["accuracy"].items()
-            if k != "std"
-        ]
-        gain = one["gain"]
-        versus = ("-",) * 4
-        if gain is not None:
-            p = "n/a" if gain["p"] is None else f"{gain['p']:.3g}"
-            versus = (signed(gain["mean"]), str(gain["better"]), str(gain["worse"]), p)
-        title = one["title"] + " (diverged)" * ("diverged" in one)
-        out.append((title, *cells, *versus, size(one["bytes"]["down"]), size(one["bytes"]["up"])))
-    return out

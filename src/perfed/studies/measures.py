@@ -1,7 +1,4 @@
-"""What can be said about a finished run: accuracy and how it is spread, convergence, bytes, arithmetic, memory.
-
-Accuracies are shares, not percent. Where a client has no test samples its accuracy is NaN and it counts nowhere.
-"""
+"""What can be said about a finished run: accuracy and how it is spread, convergence, bytes, arithmetic, memory."""
 
 from __future__ import annotations
 
@@ -11,14 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from perfed.core.errors import Problem
 from perfed.core.tree import leaves
+from perfed.engines.scores import PERSONAL
 from perfed.federation.traffic import count_bytes
-from perfed.training import catalog
+from perfed.models import make_network
+from perfed.studies.method_costs import passes
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
+from perfed.training.prepare import BASELINE, make_method
 from perfed.training.results import Run
+from perfed.training.statistics import gain_over, means, spread
+
+FULL = ("macro_f1", "auc")  # made from all outputs at once, in the evaluations that `run.scores` names
+PICKED = (("test", "accuracy"), ("val", "accuracy"), ("test", "loss"), ("train", "loss"))  # what curves are made of
 
 
 @dataclass(frozen=True)
@@ -38,73 +44,43 @@ class Curves:
         return means(self.test)
 
 
-def means(values: np.ndarray) -> np.ndarray:
-    """The mean of each row without its NaN; NaN where there is nothing else."""
-    known = ~np.isnan(values)
-    return np.where(known, values, 0).sum(1) / np.where(known.any(1), known.sum(1), np.nan)
+def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0) -> Curves:
+    """Read the scores of a method's models.
 
-
-def curves(run: Run, method: str, model: str = "personal", until: int = 0) -> Curves:
-    """The scores of one of a method's models, up to a round (0: all)."""
-    place = {client["name"]: at for at, client in enumerate(run.about["clients"])}
+    Args:
+        run: a finished run.
+        method: one of its methods.
+        model: which of the method's models.
+        until: the last round that counts; 0: all.
+    """
+    column = {client["name"]: index for index, client in enumerate(run.about["clients"])}
     samples = np.array([client["test"] for client in run.about["clients"]])
-    found: dict[int, np.ndarray] = {}
+    tables: dict[int, np.ndarray] = {}
     folder = run.folder.method(method)
     log = folder.scores()
     for line in log:
         if until and line["round"] > until:
             break
         scores = line[model]
-        one = found.setdefault(line["round"], np.full((4, len(place)), np.nan))
-        wanted = (("test", "accuracy"), ("val", "accuracy"), ("test", "loss"), ("train", "loss"))
-        picked = [scores.get(split, {}).get(key) for split, key in wanted]
-        one[:, place[line["client"]]] = [np.nan if value is None else value for value in picked]
-    if not found:
+        table = tables.setdefault(line["round"], np.full((len(PICKED), len(column)), np.nan))
+        numbers = [scores.get(split, {}).get(metric) for split, metric in PICKED]
+        table[:, column[line["client"]]] = [np.nan if number is None else number for number in numbers]
+    if not tables:
         early = f" up to round {until}" if log else ""
         why = f"the first are of round {log[0]['round']}" if log else "the run's log is missing or empty"
         raise Problem(f"'{folder.scores_log}' has no scores{early}: {why}")
-    rounds = np.array(list(found))
-    table = np.stack(list(found.values()))
-    return Curves(rounds, table[:, 0], table[:, 1], table[:, 2], samples, table[:, 3])
-
-
-def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
-    """How one number per client is spread.
-
-    >>> found = spread(np.array([0.5, 1.0]), np.array([30, 10]))
-    >>> found["mean"], found["pooled"], found["std"], found["jain"]
-    (0.75, 0.625, 0.25, 0.9)
-    """
-    known = ~np.isnan(accuracy)
-    a, n = accuracy[known], samples[known]
-    worst = np.sort(a)[: max(1, round(len(a) / 10))]
-    squares = float((a**2).sum())
-    return {
-        "mean": float(a.mean()),
-        "pooled": float((a * n).sum() / n.sum()),
-        "std": float(a.std()),
-        "variance": float(a.var()),
-        "p10": float(np.percentile(a, 10)),
-        "worst10": float(worst.mean()),
-        "jain": float(a.sum() ** 2 / (len(a) * squares)) if squares else 1.0,  # all alike: fair, however bad
-    }
-
-
-def gain(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, float]:
-    """Accuracy minus a baseline's, client by client: mean, deviation over clients, share above 0."""
-    difference = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
-    above = np.round(difference, 6) > 0  # equal accuracies may differ in their last bit
-    return {"mean": float(difference.mean()), "std": float(difference.std()), "positive": float(above.mean())}
+    test, val, loss, train_loss = np.stack(list(tables.values()), axis=1)
+    return Curves(np.array(list(tables)), test, val, loss, samples, train_loss)
 
 
 def first_round(rounds: np.ndarray, mean: np.ndarray, target: float) -> int | None:
-    """The first evaluated round with at least this mean accuracy."""
+    """Return the first evaluated round with at least this mean accuracy."""
     reached = np.flatnonzero(mean >= target - 1e-9)
     return int(rounds[reached[0]]) if len(reached) else None
 
 
 def area(rounds: np.ndarray, mean: np.ndarray) -> float:
-    """Area under the accuracy curve over its length: the mean accuracy of a run's rounds.
+    """Average the accuracy over a run's rounds: the area under its curve, over the curve's length.
 
     >>> area(np.array([1, 2, 4]), np.array([0.0, 1.0, 1.0]))
     0.8333333333333334
@@ -115,18 +91,26 @@ def area(rounds: np.ndarray, mean: np.ndarray) -> float:
 
 
 def traffic(run: Run, method: str) -> tuple[np.ndarray, np.ndarray]:
-    """(rounds, bytes sent until then in both directions, between servers too)."""
+    """Return the rounds, and the bytes sent until each in both directions and between servers."""
     lines = run.folder.method(method).rounds()
     sent = [line["bytes"] for line in lines]
-    total = [sum(v for k, v in b.items() if k != "extra") + sum(b.get("extra", {}).values()) for b in sent]
+    total = [sum(n for way, n in b.items() if way != "extra") + sum(b.get("extra", {}).values()) for b in sent]
     return np.array([line["round"] for line in lines]), np.array(total)
 
 
 def system(run: Run, method: str, curve: Curves, target: float | None = None) -> dict[str, Any]:
-    """Bytes, rounds, arithmetic and time; with a target also what it took to get there.
+    """Describe what a method's training took, and what it took to a target.
 
-    Local epochs to the target are passes with a gradient over a participant's training samples, as many as the method
-    makes: pFedMB's round of E epochs has 2 E.
+    Args:
+        run: a finished run.
+        method: one of its methods.
+        curve: the method's scores.
+        target: a mean test accuracy.
+
+    Returns:
+        Rounds, bytes, floating-point operations and seconds; `area` under the accuracy curve. With a target rounds,
+        bytes and local epochs to it. Local epochs are passes with a gradient over a participant's training samples, as
+        many as the method makes: pFedMB's round of E epochs has 2 E.
     """
     rounds, sent = traffic(run, method)
     out: dict[str, Any] = {"rounds": int(rounds[-1]), "bytes": int(sent[-1]), "flops": flops(run, method)}
@@ -142,59 +126,91 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
 
 
 def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any]:
-    """Everything about one method of a run, its last round or the one whose models are saved."""
-    curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != "personal"]
+    """Say everything about a method of a run, in its last round or in the round whose models are saved.
+
+    Args:
+        run: a finished run.
+        method: one of its methods.
+        target: a mean test accuracy; also say what it took to it.
+
+    Returns:
+        The clients' accuracies (`spread`), losses, F1 and AUC, the gain over Local, what personalisation added
+        (`delta`), and what all of it cost (`system`, `memory`).
+    """
+    curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != PERSONAL]
     saved = run.result(method).get("saved_round", curve.rounds[-1])
-    at = int(np.flatnonzero(curve.rounds == saved)[0])
-    out: dict[str, Any] = {"method": method, **spread(curve.test[at], curve.samples)}
-    out["loss"] = float(means(curve.loss)[at])
-    if curve.train_loss is not None and not np.isnan(curve.train_loss[at]).all():
-        out["train_loss"] = float(means(curve.train_loss)[at])
+    index = int(np.flatnonzero(curve.rounds == saved)[0])
+    accuracy = curve.test[index]
+    out: dict[str, Any] = {"method": method, **spread(accuracy, curve.samples)}
+    out["loss"] = float(means(curve.loss)[index])
+    if curve.train_loss is not None and not np.isnan(curve.train_loss[index]).all():
+        out["train_loss"] = float(means(curve.train_loss)[index])
     out |= full_scores(run, method)
-    if "local" in run.entries and method != "local":
-        out["gain"] = gain(curve.test[at], run.accuracies("local"))
-    start = next((m for m in ("before", "global") if m in others), None)
-    if start:  # what personalisation added
-        out["delta"] = gain(curve.test[at], run.accuracies(method, start))["mean"]
+    if BASELINE in run.entries and method != BASELINE:
+        out["gain"] = gain_over(run.accuracies(BASELINE), accuracy)
+    start = next((model for model in ("before", "global") if model in others), None)
+    if start:
+        out["delta"] = gain_over(run.accuracies(method, start), accuracy)["mean"]
     return {**out, **system(run, method, curve, target), **memory(run.config, run.entries[method], run.about)}
 
 
-FULL = ("macro_f1", "auc")
+def full_scores(run: Run, method: str, model: str = PERSONAL) -> dict[str, float]:
+    """Average macro-F1 and AUC over the clients, in the last round; empty for a run without them (`run.scores`)."""
+    scores = {metric: run.scores(method, metric, model) for metric in FULL}
+    return {metric: float(np.nanmean(each)) for metric, each in scores.items() if not np.isnan(each).all()}
 
 
-def full_scores(run: Run, method: str, model: str = "personal") -> dict[str, float]:
-    """Mean macro-F1 and mean AUC over the clients, last round; empty for a run without them (`run.scores`)."""
-    found = {key: run.scores(method, key, model) for key in FULL}
-    return {key: float(np.nanmean(each)) for key, each in found.items() if not np.isnan(each).all()}
+def of_runs(runs: list[Run], target: float | None = None) -> list[dict[str, Any]]:
+    """Summarise each method, averaged over runs that differ in their seed alone."""
+    titled = lambda run: [{"title": entry.title, **summary(run, name, target)} for name, entry in run.entries.items()]
+    reached = lambda seeds: sum(each["rounds_to_target"] is not None for each in seeds)
+    count = lambda seeds: {} if target is None else {"reached": reached(seeds), "seeds": len(seeds)}
+    return [_average(list(seeds)) | count(seeds) for seeds in zip(*map(titled, runs), strict=True)]
+
+
+def _average(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Average several seeds' summaries, number by number."""
+    out: dict[str, Any] = {}
+    for key, first in summaries[0].items():
+        values = [summary[key] for summary in summaries]
+        if isinstance(first, dict):
+            out[key] = _average(values)
+        elif isinstance(first, int | float) and None not in values:
+            out[key] = float(np.mean(values))
+        else:
+            out[key] = first if first is not None and all(value == first for value in values) else None
+    return out
 
 
 # ------------------------------------------------------------------ memory and arithmetic
 
 
 def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int]:
-    """Bytes that stay from round to round: all that the server holds, and the private state of one client.
+    """Count the bytes that stay from round to round: all that the server holds, and the private state of a client.
 
     Counters are not counted. States keep their shapes, so this is their peak; what a round needs while it is computed
     is the engine's affair.
-    """
-    from perfed.models import make_network
-    from perfed.training.prepare import make_method
 
+    Args:
+        config: the run's configuration.
+        entry: the method.
+        about: who the run's clients are.
+    """
     count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), about["classes"])
-    made = make_method(config, entry, network, count)
+    method = make_method(config, entry, network, count)
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
-    size = lambda state: count_bytes(tensors(state), made.model.width, made.model.size)
-    return {"server_state": size(made.init_server(count)), "client_state": size(made.init_client())}
+    size = lambda state: count_bytes(tensors(state), method.model.width, method.model.size)
+    return {"server_state": size(method.init_server(count)), "client_state": size(method.init_client())}
 
 
 def epochs(run: Run, method: str) -> float | None:
-    """Gradient passes over a participant's training samples in one round, in the mean; None with stragglers."""
-    took, counts = _work(run, method)
-    return None if counts is None or not took[:, 0].sum() else float(counts[0] / took[:, 0].sum())
+    """Average the gradient passes over a participant's training samples in a round; None with stragglers."""
+    sizes, counts = _work(run, method)
+    return None if counts is None or not sizes[:, 0].sum() else float(counts[0] / sizes[:, 0].sum())
 
 
 def flops(run: Run, method: str) -> int | None:
-    """Floating-point operations of all local training (evaluations not counted), as this implementation computes it.
+    """Count the floating-point operations of all local training, evaluations aside, as this implementation computes it.
 
     Per sample: forward and backward pass of the network, counted by torch from its layers. Samples: those of every
     participant in every round, with the extra passes that the method makes, counted by `passes`. None where there were
@@ -208,179 +224,28 @@ def flops(run: Run, method: str) -> int | None:
 
 
 def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """(training and validation samples of all participations [m, 2], sample passes [with a gradient, without])."""
-    sizes = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
-    took = [sizes[name] for line in run.folder.method(method).rounds() for name in line["cohort"]]
-    took = np.array(took).reshape(-1, 2)  # perhaps nobody ever answered
-    if run.config.run.stragglers:  # they did a part of it
-        return took, None
+    """Return the sizes of all participants in all rounds, and the sample passes that they made.
+
+    The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None with stragglers.
+    """
+    sizes_of = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
+    sizes = [sizes_of[name] for line in run.folder.method(method).rounds() for name in line["cohort"]]
+    sizes = np.array(sizes).reshape(-1, 2)  # [0, 2] where nobody ever answered
+    if run.config.run.stragglers:
+        return sizes, None
     entry = run.entries[method]
     settings = tuple(sorted(run.config.settings(entry).items()))
     per_train, per_val, fixed = passes(str(entry.file), settings)
-    return took, took[:, 0].sum() * per_train + took[:, 1].sum() * per_val + len(took) * fixed
+    return sizes, sizes[:, 0].sum() * per_train + sizes[:, 1].sum() * per_val + len(sizes) * fixed
 
 
 @functools.lru_cache(maxsize=64)
 def network_flops(folder: Path) -> tuple[int, int]:
-    """(forward, backward) of one sample through a run's network."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """Count the operations of a sample's forward and backward pass through a run's network."""
     run = Run(folder)
-    network, sample = run.network().train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
-    found = []
-    with FlopCounterMode(display=False) as both:
-        loss = network(sample).sum()
-        found.append(both.get_total_flops())
+    network, samples = run.network().train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
+    with FlopCounterMode(display=False) as counter:
+        loss = network(samples).sum()
+        forward = counter.get_total_flops()
         loss.backward()
-    return found[0] // 2, (both.get_total_flops() - found[0]) // 2
-
-
-@functools.lru_cache(maxsize=256)
-def passes(method: str, settings: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample passes of one client's round: per training sample, per validation sample, and regardless of both.
-
-    Each is [passes with a gradient, forward passes alone]. Counted in one round of tiny clients; the number is a linear
-    function of a client's sizes, so three sizes tell all of it. Rounds of a warm-up are not looked at, nor is what runs
-    outside `Model` (FedAlign's narrow pass).
-    """
-    entry = catalog.find(method)
-    kept = dict(settings) | ({"warmup": 0} if "warmup" in entry.fields else {})
-    batch = int(kept.get("batch_size", 10))
-    small, more, val = (_count(entry, kept, *sizes) for sizes in ((batch, 4), (2 * batch, 4), (batch, 8)))
-    per_train, per_val = (more - small) / batch, (val - small) / 4
-    return per_train, per_val, small - batch * per_train - 4 * per_val
-
-
-def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.ndarray:
-    import torch
-
-    from perfed.core.clients import Clients, Split
-    from perfed.engines.base import Job
-    from perfed.engines.local import Sequential
-    from perfed.federation.federation import Federation
-    from perfed.report.methods import CLASSES, FEATURES, network
-
-    many = 1 + int(settings.get("downloads", 1) or 1)  # others whose models a client may ask for
-
-    def split(size: int) -> Split:
-        return Split(torch.ones(many * size, FEATURES), torch.arange(many * size) % CLASSES, (size,) * many)
-
-    counted = _counting()(network)
-    plain = {key: value for key, value in settings.items() if key in entry.fields}
-    parts = {"personal": "head", "module": ""}  # names of the run's own network mean nothing here
-    plain |= {key: usual for key, usual in parts.items() if key in plain and plain[key] not in ("head", "body", "norm")}
-    plain["lr"] = min(plain.get("lr", 0.01), 0.01)
-    method, names = entry.load()(counted, **plain, cohort=many), tuple(map(str, range(many)))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
-    try:
-        Federation(Sequential(Job(method, Clients(names, split(train), split(val), split(4), CLASSES)))).step()
-    finally:
-        torch.set_num_threads(threads)
-    return np.maximum(counted.seen, 0) / many
-
-
-def _counting() -> Any:
-    import torch
-    from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
-
-    from perfed.core.model import Model
-
-    class Counting(Model):
-        """A model that counts the samples it is given, with a gradient and without."""
-
-        def __init__(self, build: Any):
-            self.seen, self.silent = np.zeros(2), False
-            super().__init__(build)
-
-        def _see(self, kind: int, theta: torch.Tensor, x: torch.Tensor) -> None:
-            times = 1
-            if is_batchedtensor(theta):  # a stack of models at once
-                times = get_unwrapped(theta).shape[maybe_get_bdim(theta)]
-            self.seen[kind] += times * len(x)
-
-        def grad(self, theta: Any, batch: Any, loss: Any = None, train: bool = True) -> Any:
-            self._see(0, theta, batch.x)
-            if loss is not None:  # its own pass belongs to the gradient; any further ones come on top
-                self.seen[1] -= len(batch.x)
-            self.silent = loss is None
-            found = super().grad(theta, batch, loss, train)
-            self.silent = False
-            return found
-
-        def apply(self, theta: Any, x: Any, *rest: Any, **options: Any) -> Any:
-            if not self.silent:
-                self._see(1, theta, x)
-            return super().apply(theta, x, *rest, **options)
-
-    return Counting
-
-
-Cells = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and lines
-
-
-def as_tables(found: list[dict[str, Any]], target: float | None = None) -> list[Cells]:
-    """Headings and cells of the tables of summaries: scores, what they took, and what it took to get to a target."""
-    from perfed.report.tables import score, signed, size
-
-    keys = ["mean", "pooled", "std", "p10", "worst10", "jain", "macro_f1", "auc", "loss"]
-    keys += ["train_loss"] * any("train_loss" in one for one in found)
-    words = {
-        "train_loss": "training loss",
-        "p10": "10th percentile",
-        "worst10": "worst tenth",
-        "macro_f1": "macro F1",
-        "auc": "AUC",
-    }
-    scores, cost = [], []
-    for one in found:
-        title = one.get("title", one["method"])
-        share = "-" if "gain" not in one else f"{100 * one['gain']['positive']:.0f} %"
-        delta = "-" if "delta" not in one else signed(one["delta"])
-        scores.append((title, *(score(one[key]) if key in one else "-" for key in keys), share, delta))
-        arithmetic = "n/a" if one["flops"] is None else f"{one['flops']:.2e}"
-        kept = [size(one[key]) for key in ("server_state", "client_state")]
-        cost.append((title, score(one["area"]), size(one["bytes"]), arithmetic, f"{one['seconds']:.1f} s", *kept))
-    heads = ("", *(words.get(key, key) for key in keys), "gain above 0", "delta")
-    tables = [(heads, scores), (("", "area", "sent", "FLOPs", "time", "server keeps", "client keeps"), cost)]
-    return tables if target is None else [*tables, _to_target(found, target)]
-
-
-def _to_target(found: list[dict[str, Any]], target: float) -> Cells:
-    """Rounds, local epochs and bytes until a mean accuracy, and over one's own the rounds of who got there last."""
-    from perfed.report.tables import size
-
-    slowest = max((one["rounds_to_target"] or 0 for one in found), default=0)
-    rows = []
-    for one in found:
-        title, rounds, passes = one.get("title", one["method"]), one["rounds_to_target"], one["epochs_to_target"]
-        if rounds is None:
-            said = f"in {one['reached']} of {one['seeds']} seeds" if one["reached"] else "not reached"
-            rows.append((title, said, "-", "-", "-"))
-        else:
-            took = "n/a" if passes is None else f"{passes:.1f}"
-            rows.append((title, f"{rounds:g}", f"{slowest / rounds:.1f}", took, size(one["bytes_to_target"])))
-    return ("", f"rounds to {target:g}", "speed-up", "local epochs", "sent"), rows
-
-
-def average(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of several seeds' summaries, number by number."""
-    out: dict[str, Any] = {}
-    for key, value in found[0].items():
-        values = [one[key] for one in found]
-        if isinstance(value, dict):
-            out[key] = average(values)
-        elif isinstance(value, int | float) and None not in values:
-            out[key] = float(np.mean(values))
-        else:
-            out[key] = value if value is not None and all(v == value for v in values) else None
-    return out
-
-
-def of_runs(runs: list[Run], target: float | None = None) -> list[dict[str, Any]]:
-    """One summary per method, mean over runs that differ in their seed alone."""
-    every = [[{"title": e.title, **summary(run, name, target)} for name, e in run.entries.items()] for run in runs]
-    reached = lambda some: sum(one["rounds_to_target"] is not None for one in some)
-    count = lambda some: {} if target is None else {"reached": reached(some), "seeds": len(some)}
-    return [average(list(one)) | count(one) for one in zip(*every, strict=True)]
+    return forward // 2, (counter.get_total_flops() - forward) // 2

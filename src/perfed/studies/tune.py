@@ -24,17 +24,22 @@ from rich.console import Console
 from perfed import __version__
 from perfed.core.errors import Problem
 from perfed.studies import measures
+from perfed.studies.machine import Machine
 from perfed.studies.papers import protocol
-from perfed.studies.papers.cells import Cell, attempt, batched, check_settings
+from perfed.studies.papers.carry_out import run_cells
+from perfed.studies.papers.cells import Cell
 from perfed.studies.papers.protocol import Protocol
-from perfed.studies.papers.tuned import file_name
+from perfed.studies.papers.tuned import tuning_file
 from perfed.training import catalog, files
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
+from perfed.training.engine import is_batched, pick_device
 from perfed.training.provenance import commit, hardware
 from perfed.training.results import Run
+from perfed.training.statistics import means
 
 Settings = dict[str, Any]
+Score = dict[str, Any]  # validation accuracy, best round of each seed, and the problem where there is none
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Task:
 
 
 def read_grid(texts: list[str]) -> dict[str, list[Any]]:
-    """`lr=0.1,0.01` as lists of texts."""
+    """Read words such as `lr=0.1,0.01` as lists of texts."""
     grid: dict[str, list[Any]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
@@ -63,7 +68,7 @@ def read_grid(texts: list[str]) -> dict[str, list[Any]]:
 
 
 def check_grid(grid: dict[str, Any], entry: Entry) -> dict[str, list[Any]]:
-    """The grid with values of the right types; wrong ones raise a Problem."""
+    """Return the grid with values of the right types; refuse others."""
     if not grid:
         raise Problem(f"there is nothing to tune: name values of {entry.name}'s settings, such as --grid lr=0.1,0.01")
     for key, values in grid.items():
@@ -72,20 +77,20 @@ def check_grid(grid: dict[str, Any], entry: Entry) -> dict[str, list[Any]]:
     return {key: [entry.check({key: value})[key] for value in values] for key, values in grid.items()}
 
 
-def whole(grid: dict[str, list[Any]]) -> Iterator[Settings]:
-    """Every combination, the last setting fastest."""
+def combinations(grid: dict[str, list[Any]]) -> Iterator[Settings]:
+    """Yield every combination, the last setting fastest."""
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
 
 
-def batches(task: Task, how: dict[str, Any]) -> list[list[Settings]]:
-    """Trials that are run together: those that differ in lr alone, where cohorts are batches."""
+def batches(task: Task, machine: Machine) -> list[list[Settings]]:
+    """Group the trials that are run together: those that differ in lr alone, where cohorts are batches."""
     groups: dict[Any, list[Settings]] = {}
-    each = list(whole(task.grid))
-    together = batched(task.configure(each[0], 0), how)
-    for at, settings in enumerate(each):
+    every = list(combinations(task.grid))
+    together = is_batched(machine.configure(task.configure(every[0], 0)).run)
+    for index, settings in enumerate(every):
         rest = tuple((key, value) for key, value in settings.items() if key != "lr")
-        groups.setdefault(rest if together else at, []).append(settings)
+        groups.setdefault(rest if together else index, []).append(settings)
     return list(groups.values())
 
 
@@ -95,95 +100,98 @@ def tune(
     *,
     seeds: int = 1,
     trials: int | None = None,
-    how: dict[str, Any] | None = None,
+    machine: Machine = Machine(),  # noqa: B008 (it is frozen)
     command: str = "",
 ) -> dict[str, Any]:
-    """Try settings, keep everything that was tried, return it with the best; finished trials are not run again."""
-    for settings in whole(task.grid):
-        task.configure(settings, 0)  # what is wrong is found before anything is run
-    tried: list[dict[str, Any]] = []
-    about = _about(task, seeds, how or {}) | {"command": command, "tried": tried}
+    """Try settings and keep everything that was tried; finished trials are not run again.
 
-    def score(some: list[Settings]) -> list[dict[str, Any]]:
-        said = "; ".join(_words(settings) for settings in some)
-        console.print(f"[{len(tried) + len(some)}] {task.name}: {said}", markup=False, highlight=False)
-        found = _scores(task, some, console, seeds, how or {})
-        tried.extend({"settings": settings, **one} for settings, one in zip(some, found, strict=True))
+    Args:
+        task: the method, its grid, and where trials go.
+        console: where progress goes.
+        seeds: seeds of every trial.
+        trials: how many settings to try, each in the light of those before it; None: the whole grid.
+        machine: where and with what to compute.
+        command: what was typed.
+
+    Returns:
+        What was tried, the `best` of it, how to `use` that, and the `files` that were written.
+    """
+    for settings in combinations(task.grid):
+        task.configure(settings, 0)  # what is wrong is refused before anything is run
+    tried: list[dict[str, Any]] = []
+    about = _about(task, seeds, machine) | {"command": command, "tried": tried}
+
+    def score(batch: list[Settings]) -> list[Score]:
+        words = "; ".join(", ".join(f"{key} {value}" for key, value in settings.items()) for settings in batch)
+        console.print(f"[{len(tried) + len(batch)}] {task.name}: {words}", markup=False, highlight=False)
+        scores = _scores(task, batch, console, seeds, machine)
+        tried.extend({"settings": settings, **each} for settings, each in zip(batch, scores, strict=True))
         _write(task.out, about)
-        return found
+        return scores
 
     if trials is None:
-        for some in batches(task, how or {}):
-            score(some)
+        for batch in batches(task, machine):
+            score(batch)
     else:
         _search(task.grid, lambda settings: score([settings])[0]["validation"], trials)
-    known = [one for one in tried if one["validation"] is not None]
+    known = [trial for trial in tried if trial["validation"] is not None]
     if not known:
         raise Problem(f"no trial of {task.name} came to an end with a score: {tried[0]['problem']}")
-    best = max(known, key=lambda one: one["validation"])  # the first, where several are equal
-    found = {**about, "best": best}
+    best = max(known, key=lambda trial: trial["validation"])  # of several that are equal, the first
+    result = {**about, "best": best}
     written = [task.out / f"tune.{kind}" for kind in ("json", "csv")]
     if task.table:
-        written.append(_keep(task, task.table, found))
-    return {**found, "use": line_to_use(task, best["settings"]), "files": [str(path) for path in written]}
+        written.append(_keep(task, task.table, result))
+    return {**result, "use": line_to_use(task, best["settings"]), "files": [str(path) for path in written]}
 
 
-def _words(settings: Settings) -> str:
-    return ", ".join(f"{key} {value}" for key, value in settings.items())
-
-
-def _about(task: Task, seeds: int, how: dict[str, Any]) -> dict[str, Any]:
-    """What all trials have in common, and where they were run."""
-    from perfed.training.engine import pick_device
-
-    config = task.configure(next(whole(task.grid)), 0)
+def _about(task: Task, seeds: int, machine: Machine) -> dict[str, Any]:
+    """Say what all trials have in common, and where they are run."""
+    config = machine.configure(task.configure(next(combinations(task.grid)), 0))
     first = config.run.seed
     about = {"method": task.entry.name, "grid": task.grid, "rounds": config.run.rounds}
-    about["seeds"] = [first + at for at in range(seeds)]
-    device = hardware(pick_device(how.get("device", config.run.device)))
+    about["seeds"] = [first + seed for seed in range(seeds)]
+    device = hardware(pick_device(config.run.device))
     return {**about, "version": __version__, "commit": commit(), "device": device}
 
 
-def _scores(
-    task: Task, some: list[Settings], console: Console, seeds: int, how: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """The scores of trials that are run together."""
-    entry, trials = task.entry.name, []
-    for settings in some:
-        place = task.out / files.slug("_".join(f"{key}-{value}" for key, value in settings.items()), set())
-        trials.append([Cell("", entry, seed, entry, place / f"seed_{seed}") for seed in range(seeds)])
-    every = [
-        (one, task.configure(settings, one.seed)) for settings, cells in zip(some, trials, strict=True) for one in cells
-    ]
-    for one, config in every:
-        check_settings(one, config)  # a trial that is there already may be of other rounds
-    left = [pair for pair in every if not pair[0].done and not pair[0].diverged]
+def _scores(task: Task, batch: list[Settings], console: Console, seeds: int, machine: Machine) -> list[Score]:
+    """Run trials together and return their scores."""
+    method, trials = task.entry.name, []
+    for settings in batch:
+        folder = task.out / files.slug("_".join(f"{key}-{value}" for key, value in settings.items()), set())
+        trials.append([Cell("", method, seed, method, folder / f"seed_{seed}") for seed in range(seeds)])
+    pairs = zip(batch, trials, strict=True)
+    configs = {cell: task.configure(settings, cell.seed) for settings, cells in pairs for cell in cells}
+    for cell, config in configs.items():
+        cell.check_settings(config)  # a trial that is there already may be of other rounds
+    left = [cell for cell in configs if not cell.done and not cell.diverged]
     try:
         if left:
-            attempt([one for one, _ in left], [config for _, config in left], how, console)
+            run_cells(left, [configs[cell] for cell in left], console, machine)
     except Problem as problem:  # settings that do not go together: that is an answer, too
-        return [{"validation": None, "round": None, "problem": str(problem)} for _ in some]
+        return [{"validation": None, "round": None, "problem": str(problem)} for _ in batch]
     return [_score(cells) for cells in trials]
 
 
-def _score(cells: list[Cell]) -> dict[str, Any]:
-    """The score of one trial: mean over its seeds, each in its best round."""
-    each, rounds = [], []
-    for one in cells:
-        if one.diverged:
-            return {"validation": None, "round": None, "problem": files.read_json(one.record)["diverged"]}
-        curve = measures.curves(Run(one.folder), one.method)
-        mean = measures.means(curve.val)
+def _score(cells: list[Cell]) -> Score:
+    """Return the score of a trial: mean over its seeds, each in its best round."""
+    accuracies, rounds = [], []
+    for cell in cells:
+        if cell.diverged:
+            return {"validation": None, "round": None, "problem": files.read_json(cell.record)["diverged"]}
+        curve = measures.curves(Run(cell.folder), cell.method)
+        mean = means(curve.val)
         if np.isnan(mean).all():
             raise Problem("tuning needs validation samples, and no client has one: set data.val above 0")
-        at = int(np.nanargmax(mean))
-        each.append(float(mean[at]))
-        rounds.append(int(curve.rounds[at]))
-    return {"validation": float(np.mean(each)), "round": rounds, "problem": ""}
+        best = int(np.nanargmax(mean))
+        accuracies.append(float(mean[best]))
+        rounds.append(int(curve.rounds[best]))
+    return {"validation": float(np.mean(accuracies)), "round": rounds, "problem": ""}
 
 
 def _search(grid: dict[str, list[Any]], score: Callable[[Settings], float | None], trials: int) -> None:
-    """So many trials, each chosen in the light of those before it."""
+    """Try so many settings, each chosen in the light of those before it."""
     try:
         optuna = importlib.import_module("optuna")
     except ImportError:
@@ -191,11 +199,11 @@ def _search(grid: dict[str, list[Any]], score: Callable[[Settings], float | None
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     for _ in range(trials):
         trial = study.ask()
-        found = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
-        if found is None:
+        accuracy = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
+        if accuracy is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
-            study.tell(trial, found)
+            study.tell(trial, accuracy)
 
 
 def _write(out: Path, about: dict[str, Any]) -> None:
@@ -203,15 +211,15 @@ def _write(out: Path, about: dict[str, Any]) -> None:
     text = io.StringIO()
     write = csv.writer(text)
     write.writerow([*about["grid"], "validation", "round", "problem"])
-    for one in about["tried"]:
-        values = [one["settings"][key] for key in about["grid"]]
-        score = "" if one["validation"] is None else one["validation"]
-        write.writerow([*values, score, " ".join(map(str, one["round"] or [])), one["problem"]])
+    for trial in about["tried"]:
+        values = [trial["settings"][key] for key in about["grid"]]
+        score = "" if trial["validation"] is None else trial["validation"]
+        write.writerow([*values, score, " ".join(map(str, trial["round"] or [])), trial["problem"]])
     files.write(out / "tune.csv", text.getvalue())
 
 
 def line_to_use(task: Task, settings: Settings) -> str:
-    """What to type, or to write into a table's file, to use these settings."""
+    """Return what to type, or to write into a table's file, to use these settings."""
     if task.table:
         values = ", ".join(f"{key} = {_toml(value)}" for key, value in settings.items())
         return f"{task.table.name}.toml, under [rows.{task.name}.at]: {task.column} = {{ {values} }}"
@@ -222,46 +230,58 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def for_run(made: Config, grid: dict[str, Any], out: Path) -> Task:
-    """Trials of an ordinary run: one method, no baseline, no models."""
-    (entry,) = made.entries()
+def for_run(config: Config, grid: dict[str, Any], out: Path) -> Task:
+    """Make the task of choosing settings for an ordinary run: one method, no baseline, no models.
+
+    Args:
+        config: the run's configuration.
+        grid: values of the settings.
+        out: the folder of the trials.
+    """
+    (entry,) = config.entries()
 
     def configure(settings: Settings, seed: int) -> Config:
         run = dataclasses.replace(
-            made.run, seed=made.run.seed + seed, baseline=False, save_models="none", save_round="last"
+            config.run, seed=config.run.seed + seed, baseline=False, save_models="none", save_round="last"
         )
-        own = entry.check({**made.method.get(entry.name, {}), **settings})
-        return dataclasses.replace(made, run=run, method={entry.name: own})
+        own = entry.check({**config.method.get(entry.name, {}), **settings})
+        return dataclasses.replace(config, run=run, method={entry.name: own})
 
     return Task(entry.name, entry, check_grid(grid, entry), configure, out)
 
 
 def for_table(table: Protocol, trial: Protocol, column: str, row: str, grid: list[str], out: Path) -> Task:
-    """Trials of one row of a paper's table in one column; `grid` goes before the table's.
+    """Make the task of choosing settings for a row of a paper's table in a column.
 
-    `trial` is the table as it is tried, which may have fewer rounds.
+    Args:
+        table: the table.
+        trial: the table as it is tried, which may have fewer rounds.
+        column: the column.
+        row: the row.
+        grid: values that go before the table's own grid.
+        out: the folder of all trials.
     """
     trial = protocol.chosen(trial, [column], [row], None)
-    one = trial.rows[row]
-    if one.cell:
-        raise Problem(f"{table.name}: row '{row}' reads the runs of '{one.cell}': tune that one")
+    about = trial.rows[row]
+    if about.cell:
+        raise Problem(f"{table.name}: row '{row}' reads the runs of '{about.cell}': tune that one")
     if trial.columns[column].first:
         raise Problem(f"{table.name}: clients join later in column '{column}', and settings cannot be chosen on them")
-    entry = catalog.find(one.method)
+    entry = catalog.find(about.method)
 
     def configure(settings: Settings, seed: int) -> Config:
         config = trial.config(column, row, seed)
         own = {**config.method.get(entry.name, {}), **settings}
         return dataclasses.replace(config, method={entry.name: entry.check(own)})
 
-    values = check_grid(read_grid(grid) or one.grid, entry)
+    values = check_grid(read_grid(grid) or about.grid, entry)
     return Task(row, entry, values, configure, out / f"{table.cells}-{column}" / row, table, column)
 
 
-def _keep(task: Task, table: Protocol, found: dict[str, Any]) -> Path:
-    """Add what was found for a row to the file of its table's column; rows that are there already stay."""
-    path = task.out.parents[1] / file_name(table, task.column)
-    rows = [one for one in files.read_json(path)["rows"] if one["row"] != task.name] if path.exists() else []
-    rows.append({"row": task.name, **found})
+def _keep(task: Task, table: Protocol, result: dict[str, Any]) -> Path:
+    """Add what was tried for a row to the file of its table's column; rows that are there already stay."""
+    path = task.out.parents[1] / tuning_file(table, task.column)
+    rows = [row for row in files.read_json(path)["rows"] if row["row"] != task.name] if path.exists() else []
+    rows.append({"row": task.name, **result})
     files.write_json(path, {"table": table.cells, "column": task.column, "rows": rows})
     return path

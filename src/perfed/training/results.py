@@ -14,10 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem, nearest
+from perfed.engines.scores import PERSONAL, plain
 from perfed.models import make_network
 from perfed.training.config import Config
 from perfed.training.folder import RunFolder
 from perfed.training.prepare import BASELINE
+from perfed.training.statistics import gain_with_test, spread
 
 
 class ClientModel:
@@ -232,8 +234,8 @@ class Run:
         return [self._summary(name) for name in self.entries]
 
     def _summary(self, name: str) -> dict[str, Any]:
-        result, accuracy = self.result(name), self.accuracies(name)
-        samples = np.array([client["test"] for client in self.about["clients"]])
+        result = self.result(name)
+        others = [model for model in result["clients"][0] if model != PERSONAL]
         sent = result["bytes"]
         return {
             "run": str(self.path),
@@ -242,9 +244,9 @@ class Run:
             "evaluates": result["evaluates"],
             "rounds": result["rounds"],
             "saved_round": result.get("saved_round", result["rounds"]),
-            "clients": len(accuracy),
-            "accuracy": spread(accuracy, samples),
-            "others": {m: spread(self.accuracies(name, m), samples) for m in self._others(result)},
+            "clients": len(self.about["clients"]),
+            "accuracy": self._spread(name, PERSONAL),
+            "others": {model: self._spread(name, model) for model in others},
             "gain": None if name == BASELINE or BASELINE not in self.entries else self.gain(name),
             "bytes": {
                 "down": sent["down_shared"] + sent["down_own"],
@@ -259,9 +261,11 @@ class Run:
             "models": str(self.folder.method(name).clients),
         }
 
-    @staticmethod
-    def _others(result: dict[str, Any]) -> list[str]:
-        return [model for model in result["clients"][0] if model != "personal"]
+    def _spread(self, method: str, model: str) -> dict[str, float | None]:
+        samples = np.array([client["test"] for client in self.about["clients"]])
+        numbers = spread(self.accuracies(method, model), samples)
+        shown = {"mean": "mean", "weighted": "pooled", "std": "std", "worst10": "worst10"}
+        return {name: plain(numbers[key]) for name, key in shown.items()}
 
     def gain(self, method: str) -> dict[str, Any]:
         """Compare a method's test accuracies with Local's, client by client.
@@ -270,38 +274,6 @@ class Run:
             method: the method's name.
 
         Returns:
-            What `compare` returns.
+            What `gain_with_test` returns.
         """
-        return compare(self.accuracies(method), self.accuracies(BASELINE))
-
-
-def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float | None]:
-    """Mean over clients, mean over samples, deviation over clients, mean of the worst tenth of the clients."""
-    known = ~np.isnan(accuracy)
-    a, n = accuracy[known], samples[known]
-    if not len(a):
-        return dict.fromkeys(("mean", "weighted", "std", "worst10"))
-    worst = np.sort(a)[: max(1, round(len(a) / 10))]
-    mean, weighted = float(a.mean()), float((a * n).sum() / n.sum())
-    return {"mean": mean, "weighted": weighted, "std": float(a.std()), "worst10": float(worst.mean())}
-
-
-def compare(accuracy: np.ndarray, baseline: np.ndarray) -> dict[str, Any]:
-    """Differences over clients: mean, how many are better or worse, and Wilcoxon's signed-rank test."""
-    from scipy.stats import wilcoxon
-
-    difference = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
-    if not len(difference):
-        return {"mean": None, "std": None, "better": 0, "worse": 0, "clients": 0, "p": None}
-    ranked = np.round(difference, 6)  # equal gains are ties, whatever the last bit of their accuracies says
-    # All differences zero: nothing to test.
-    p = float(np.asarray(wilcoxon(ranked, zero_method="zsplit"))[1]) if np.any(ranked) else 1.0
-    better, worse = int((ranked > 0).sum()), int((ranked < 0).sum())
-    return {
-        "mean": float(difference.mean()),
-        "std": float(difference.std()),
-        "better": better,
-        "worse": worse,
-        "clients": len(difference),
-        "p": p,
-    }
+        return gain_with_test(self.accuracies(BASELINE), self.accuracies(method))

@@ -3,42 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from perfed.core.messages import Down
-from perfed.core.method import Method
 from perfed.engines.base import EvaluationRequest, Job
+from perfed.engines.scores import PERSONAL
 from perfed.engines.vectorised import part
-from perfed.studies.papers.cells import NEWCOMERS, Cell
-from perfed.training import catalog, files
+from perfed.methods.local import Local
+from perfed.studies.papers.cells import Cell
+from perfed.training import files
 from perfed.training.engine import make_engine
 from perfed.training.newcomers import visit
 from perfed.training.prepare import Experiment
 
+# Settings that newcomers take from the method.
+ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size", "seed")
 
-def old_hands(experiment: Experiment, share: float) -> Experiment:
+
+def first_clients(experiment: Experiment, share: float) -> Experiment:
     """Return the experiment with its first clients alone."""
-    count = int(share * len(experiment.clients) + 1e-9)
-    return dataclasses.replace(experiment, clients=part(experiment.clients, 0, count))
+    return dataclasses.replace(experiment, clients=part(experiment.clients, 0, _first(experiment, share)))
 
 
-def welcome(experiment: Experiment, cell: Cell) -> None:
+def _first(experiment: Experiment, share: float) -> int:
+    return int(share * len(experiment.clients) + 1e-9)
+
+
+def score_newcomers(experiment: Experiment, cell: Cell) -> None:
     """Tune the server's model for every newcomer, epoch by epoch, and write the scores of each epoch.
 
     SGD with the method's own rate and momentum. Local's server has nothing: its newcomers start from scratch.
     """
     (entry,) = experiment.config.entries()
     method = experiment.method(entry)
-    begin = int(cell.first * len(experiment.clients) + 1e-9)
-    newcomers = part(experiment.clients, begin, len(experiment.clients))
-    start = global_model(method, cell.training.server())
-    same = {
-        key: getattr(method, key) for key in ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size")
-    }
-    alone = catalog.find("local").load()(method.model, **same, epochs=1, seed=method.seed)
+    newcomers = part(experiment.clients, _first(experiment, cell.first), len(experiment.clients))
+    start = method.global_model(cell.training.server()).to(method.model.device)
+    alone = Local(method.model, **{name: getattr(method, name) for name in ALIKE}, epochs=1)
     engine = make_engine(experiment.engine, [Job(alone, newcomers)], experiment.config.run)
     try:
         ids, epochs = range(len(newcomers)), []
@@ -46,13 +47,7 @@ def welcome(experiment: Experiment, cell: Cell) -> None:
         for epoch in range(1, cell.tuned + 1):
             visit(engine, Down(), epoch)
             (reply,) = engine.evaluate([EvaluationRequest(0, epoch, ids, Down())])
-            epochs.append([scores["personal"] for scores in reply.scores.on_host().by_client()])
+            epochs.append([scores[PERSONAL] for scores in reply.scores.on_host().by_client()])
     finally:
         engine.close()
-    files.write_json(cell.folder / NEWCOMERS, {"samples": list(newcomers.test.size), "epochs": epochs})
-
-
-def global_model(method: Method, server: Any) -> Tensor:
-    """The model that a server has for everybody; the initial one where it has none."""
-    found = server["w"] if isinstance(server, dict) else server
-    return found.to(method.model.device) if isinstance(found, Tensor) else method.model.init(method.seed)
+    files.write_json(cell.newcomers_file, {"samples": list(newcomers.test.size), "epochs": epochs})

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from perfed.core.errors import Problem
-from perfed.studies.papers.cells import NEWCOMERS, Cell, cell
+from perfed.methods.pgfed import PGFed
+from perfed.studies.papers.cells import Cell, all_cells
 from perfed.studies.papers.protocol import Protocol
-from perfed.studies.papers.watch import ALPHAS
-from perfed.training import files
+from perfed.training import catalog, files
 
 ENDING = ".tar.xz"
-OWN = (NEWCOMERS, ALPHAS, "scores_*.json")  # what tables write into a run's folder
 
 
 def check_path(path: Path) -> None:
@@ -29,51 +28,49 @@ def check_path(path: Path) -> None:
 
 
 def pack(protocol: Protocol, out: Path, path: Path) -> None:
-    """Write the cells of `out` that have a result, or have diverged; unpacked elsewhere, they give the table again."""
-    content, seen = io.BytesIO(), set()
-    with tarfile.open(fileobj=content, mode="w:xz") as archive:
-        for column in protocol.columns:
-            for row in protocol.rows:
-                for one in (cell(protocol, out, column, row, seed) for seed in range(protocol.seeds)):
-                    if one.folder not in seen and (one.done or one.diverged):
-                        seen.add(one.folder)
-                        for name, data in _contents(one, out):
-                            # No owner and no time: the same runs, the same archive.
-                            about = tarfile.TarInfo(name.as_posix())
-                            about.size = len(data)
-                            archive.addfile(about, io.BytesIO(data))
-    if not seen:
+    """Write the cells that have a result, or have diverged, as an archive that gives the table again elsewhere.
+
+    Args:
+        protocol: the table.
+        out: the folder of all tables' runs.
+        path: the archive.
+    """
+    content = io.BytesIO()
+    cells = [cell for cell in all_cells(protocol, out) if cell.done or cell.diverged]
+    if not cells:
         raise Problem(f"there is nothing to pack: no cell of this table has been run in '{out}'")
+    with tarfile.open(fileobj=content, mode="w:xz") as archive:
+        for cell in cells:
+            for file, data in _contents(cell):
+                # Without owner and time, so that the same runs give the same archive.
+                about = tarfile.TarInfo(file.relative_to(out).as_posix())
+                about.size = len(data)
+                archive.addfile(about, io.BytesIO(data))
     files.write(path, content.getvalue())
 
 
-def _contents(one: Cell, out: Path) -> Iterator[tuple[Path, bytes]]:
-    """(name, bytes) of a cell's files."""
-    yield one.record.relative_to(out), one.record.read_bytes()
-    if not one.done:
+def _contents(cell: Cell) -> Iterator[tuple[Path, bytes]]:
+    """Yield a cell's files, and what the archive has of each."""
+    yield cell.record, cell.record.read_bytes()
+    if not cell.done:
         return
-    own = [file for pattern in OWN for file in sorted(one.folder.glob(pattern))]
-    for file in [*one.run.kept(), *own, *one.training.kept()]:
+    for file in [*cell.run.kept(), *cell.own_files(), *cell.training.kept()]:
         if file.exists():
-            yield file.relative_to(out), _elsewhere(one, file)
-    if one.seed == 0 and (matrix := _matrix(one.training.server_file)):
-        yield one.training.server_file.relative_to(out), matrix
+            yield file, _without_data_folder(file) if file == cell.run.config_file else file.read_bytes()
+    server = cell.training.server_file
+    if cell.seed == 0 and server.is_file() and issubclass(catalog.find(cell.method).load(), PGFed):
+        yield server, _tree_file(PGFed.kept(cell.training.server()))
 
 
-def _elsewhere(one: Cell, file: Path) -> bytes:
-    """A file's bytes; settings without the folder that the data were read from, which is another one elsewhere."""
-    if file != one.run.config_file:
-        return file.read_bytes()
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+def _without_data_folder(config: Path) -> bytes:
+    """Return settings without the folder that the data were read from, which is another one elsewhere."""
+    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("dir = ")).encode()
 
 
-def _matrix(server: Path) -> bytes:
-    """Of PGFed's server what its picture needs: the matrix A, and the places of a cohort; empty for other methods."""
-    whole = files.load_tree(server) if server.is_file() else None
-    if not isinstance(whole, dict) or not {"alpha", "ids"} <= set(whole):
-        return b""
+def _tree_file(tree: dict) -> bytes:
+    """Return the bytes of a file of tensors."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / server.name
-        files.save_tree(path, {"alpha": whole["alpha"], "ids": whole["ids"]})
+        path = Path(folder) / "tree"
+        files.save_tree(path, tree)
         return path.read_bytes()

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from perfed import data, models
 from perfed.core.errors import Problem, nearest
+from perfed.training import catalog
 from perfed.training.config import SECTIONS, Config, RunConfig, assign, from_dict, read_toml
 
 HERE = Path(__file__).resolve()
 PLACES = (HERE.parents[2] / "bench", HERE.parents[4] / "bench")  # an installed package's, a checkout's
-RESULTS = "results"  # beside the TOML files: what was run and kept
 KINDS = ("accuracy", "rounds", "gain")  # what a cell of the table says
-RULES = ("max", "val", "last10", "last")  # see `scores.py`
+RULES = ("max", "val", "last10", "last")  # which round counts: see `cell_scores`
+METRICS = ("mean", "pooled")  # over clients, or over their samples
 _PARTS = (*SECTIONS, "train")
 # Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it: a table
 # with other ones is the same table, among the same cells. Not here: eval_every (rules choose among evaluations),
@@ -55,7 +57,7 @@ class Row:
     method: str
     settings: dict[str, Any]
     run: dict[str, Any]
-    at: dict[str, dict[str, Any]]  # settings that differ by column
+    by_column: dict[str, dict[str, Any]]  # the file's table `at`: settings that differ by column
     grid: dict[str, list[Any]]
     times: int = 1  # rounds of this row for each of the column's, where rounds are not the same work
     model: str = "personal"  # which of the method's models is scored
@@ -78,20 +80,20 @@ class Protocol:
     name: str
     title: str
     paper: str
-    kind: str
-    rule: str  # the paper's way to pick a round
-    metric: str  # mean over clients, or pooled over their samples
-    seeds: int
-    own: str  # the row that is the paper's own method
     columns: dict[str, Column]
     rows: dict[str, Row]
+    kind: str = "accuracy"
+    rule: str = "max"  # the paper's way to pick a round
+    metric: str = "mean"
+    seeds: int = 3
+    own: str = ""  # the row that is the paper's own method
     target: float = 0.0
     source: str = ""  # the table whose runs are read
     figures: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()  # how this differs from the paper's protocol: then all outputs say REDUCED
     quick: dict[str, Any] = field(default_factory=dict)  # the file's own reduced version
-    change: dict[str, Any] = field(default_factory=dict)  # settings of runs and rows that go before all others
+    overrides: dict[str, Any] = field(default_factory=dict)  # settings of runs and rows that go before all others
 
     @property
     def cells(self) -> str:
@@ -104,40 +106,40 @@ class Protocol:
         return f"REDUCED ({'; '.join(self.changed)})" if self.changed else ""
 
     def number(self, row: str, column: str) -> tuple[float | None, float | None]:
-        """The paper's number and deviation, where it has them."""
+        """Return the paper's number and deviation, where it has them."""
         return self.rows[row].paper.get(column, (None, None))
 
     def config(self, column: str, row: str, seed: int) -> Config:
-        """The configuration of one cell; wrong settings raise a Problem."""
-        one, how = self.columns[column], self.rows[self.rows[row].runs]
-        raw: dict[str, Any] = {part: dict(one.parts.get(part, {})) for part in _PARTS}
-        over = self.change.get("settings", {}).get(how.name, {})
-        raw["methods"] = [how.method]
-        fixed = {"save_models": "none", "save_round": "last"}  # of other rounds only the logs are read
-        raw["run"] |= {**fixed, **how.run, **self.change.get("run", {}), "seed": seed, "baseline": False}
-        if how.times > 1:  # as many evaluations
+        """Return the configuration of a cell; wrong settings are refused."""
+        runs = self.rows[self.rows[row].runs]
+        raw: dict[str, Any] = {part: dict(self.columns[column].parts.get(part, {})) for part in _PARTS}
+        over = self.overrides.get("settings", {}).get(runs.name, {})
+        raw["methods"] = [runs.method]
+        fixed = {"save_models": "none", "save_round": "last"}  # a table reads logs, not models
+        raw["run"] |= {**fixed, **runs.run, **self.overrides.get("run", {}), "seed": seed, "baseline": False}
+        if runs.times > 1:  # more rounds, but as many evaluations
             default = RunConfig()
             for key in ("rounds", "eval_every", "patience"):
-                raw["run"][key] = how.times * raw["run"].get(key, getattr(default, key))
-        raw["method"] = {how.method: {**how.settings, **how.at.get(column, {}), **over}}
-        made = from_dict(raw)
-        data.check(dataclasses.replace(made.data, dir=None))
-        models.check_name(made.model.name)
-        return made
+                raw["run"][key] = runs.times * raw["run"].get(key, getattr(default, key))
+        raw["method"] = {runs.method: {**runs.settings, **runs.by_column.get(column, {}), **over}}
+        config = from_dict(raw)
+        data.check(dataclasses.replace(config.data, dir=None))
+        models.check_name(config.model.name)
+        return config
 
 
 def names() -> list[str]:
-    """The tables there are."""
+    """Return the names of the tables."""
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 
 def folder() -> Path:
-    """Where the TOML files are."""
-    return next((place for place in PLACES if place.is_dir()), PLACES[0])
+    """Return the folder of the TOML files."""
+    return next((path for path in PLACES if path.is_dir()), PLACES[0])
 
 
 def find(name: str) -> Protocol:
-    """A table by its name, or by the path of a TOML file."""
+    """Return a table by its name, or by the path of a TOML file."""
     path = Path(name) if name.endswith(".toml") else folder() / f"{name}.toml"
     if not name.endswith(".toml") and name not in names():
         raise Problem(f"there is no table '{name}'{nearest(name, names())}")
@@ -148,25 +150,25 @@ def find(name: str) -> Protocol:
 
 
 def without_folder(model: str) -> str:
-    """A network's name; without its folder where that is the tables' own."""
+    """Return a network's name; without its folder where that is the tables' own."""
     return Path(model).name if models.is_path(model) and Path(model).parent == folder() else model
 
 
-def _known(table: dict[str, Any], allowed: set[str], where: str) -> None:
+def _refuse_unknown(table: dict[str, Any], allowed: set[str], where: str) -> None:
     for key in table:
         if key not in allowed:
             raise Problem(f"{where} has no setting '{key}'{nearest(key, allowed)}")
 
 
 def _read(path: Path, raw: dict[str, Any]) -> Protocol:
-    _known(raw, {*_FILE, "all", "columns", "rows", "quick"}, path.name)
-    _known(raw.get("all", {}), {*_PARTS, "row"}, f"{path.name}: all")
+    _refuse_unknown(raw, {*_FILE, "all", "columns", "rows", "quick"}, path.name)
+    _refuse_unknown(raw.get("all", {}), {*_PARTS, "row"}, f"{path.name}: all")
     columns: dict[str, Column] = {}
     for name, table in raw["columns"].items():
-        _known(table, _COLUMN, f"{path.name}: column '{name}'")
+        _refuse_unknown(table, _COLUMN, f"{path.name}: column '{name}'")
         over = columns[table["same"]].parts if "same" in table else raw.get("all", {})
         parts = {part: over.get(part, {}) | table.get(part, {}) for part in _PARTS}
-        if models.is_path(parts["model"].get("name", "")):  # beside the file that names it
+        if models.is_path(parts["model"].get("name", "")):  # it lies beside the file that names it
             parts["model"]["name"] = str(path.parent / parts["model"]["name"])
         kept = {key: table[key] for key in ("title", "same", "until", "first", "tuned") if key in table}
         columns[name] = Column(name, parts=parts, **kept)
@@ -175,119 +177,126 @@ def _read(path: Path, raw: dict[str, Any]) -> Protocol:
     for row in rows.values():
         if row.cell and row.cell not in rows:
             raise Problem(f"{path.name}: row '{row.name}' reads the runs of '{row.cell}', which is not there")
-        _known(row.at, set(columns), f"{path.name}: row '{row.name}'")
+        _refuse_unknown(row.by_column, set(columns), f"{path.name}: row '{row.name}'")
     quick = raw.get("quick", {})
-    _known(quick, _QUICK, f"{path.name}: quick")
-    about = {"seeds": raw.get("seeds", 3), "own": raw.get("own", ""), "metric": raw.get("metric", "mean")}
-    return _checked(path, raw, columns, rows, quick, about)
+    _refuse_unknown(quick, _QUICK, f"{path.name}: quick")
+    return _protocol(path, raw, columns=columns, rows=rows, quick=quick)
 
 
 def _row(path: Path, name: str, table: dict[str, Any], columns: list[str]) -> Row:
-    _known(table, _ROW, f"{path.name}: row '{name}'")
+    _refuse_unknown(table, _ROW, f"{path.name}: row '{name}'")
     numbers: list[float] = table.get("paper", [])
     deviations: list[float | None] = table.get("std", [])
     if any(len(values) not in (0, len(columns)) for values in (numbers, deviations)):
         raise Problem(f"{path.name}: row '{name}' needs one number for each of {len(columns)} columns (nan: none)")
-    both = zip(columns, numbers, deviations or [None for _ in numbers], strict=False)  # no numbers: none at all
+    both = zip(columns, numbers, deviations or [None for _ in numbers], strict=False)  # a row may have no numbers
     paper: dict[str, tuple[float, float | None]]
     paper = {column: (float(number), std) for column, number, std in both if not math.isnan(number)}
     times = table.get("times", 1)
     if type(times) is not int or times < 1:
         raise Problem(f"{path.name}: row '{name}': times must be a whole number of at least 1, not {times!r}")
     method = table.get("method", name)
-    if table.get("watch") and method != "pfedmb":
+    if table.get("watch") and not catalog.find(method).mixture:
         raise Problem(f"{path.name}: row '{name}': watch is for pfedmb, whose clients mix branches, not for {method}")
     kept = {key: table[key] for key in ("times", "model", "cell", "plain", "note", "watch") if key in table}
-    tables = {key: table.get(key, {}) for key in ("settings", "run", "at", "grid")}
-    return Row(name, table.get("title", name), method, **tables, **kept, paper=paper)
+    tables = (table.get(key, {}) for key in ("settings", "run", "at", "grid"))
+    return Row(name, table.get("title", name), method, *tables, **kept, paper=paper)
 
 
 def _derived(path: Path, raw: dict[str, Any]) -> Protocol:
-    """A table that is read off another table's runs."""
-    _known(raw, {*_FILE, "rows"}, path.name)
+    """Read a table that is read off another table's runs."""
+    _refuse_unknown(raw, {*_FILE, "rows"}, path.name)
     base = find(str(path.parent / f"{raw['runs']}.toml"))
     show = raw.get("show", list(base.columns))
-    _known(dict.fromkeys(show), set(base.columns), f"{path.name}: show")
+    _refuse_unknown(dict.fromkeys(show), set(base.columns), f"{path.name}: show")
     columns, rows = {name: base.columns[name] for name in show}, {}
     for name, table in raw["rows"].items():
         if name not in base.rows:
             raise Problem(f"{path.name}: {base.name} has no row '{name}'{nearest(name, base.rows)}")
         rows[name] = dataclasses.replace(base.rows[name], paper=_row(path, name, table, show).paper)
-    about = {"seeds": base.seeds, "own": raw.get("own", base.own), "metric": base.metric, "source": base.name}
-    return _checked(path, raw, columns, rows, base.quick, about)
+    own = raw.get("own", base.own)
+    same = {"seeds": base.seeds, "metric": base.metric, "source": base.name, "quick": base.quick}
+    return _protocol(path, raw, columns=columns, rows=rows, own=own, **same)
 
 
-def _checked(
-    path: Path, raw: dict[str, Any], columns: dict[str, Column], rows: dict[str, Row], quick: dict[str, Any], about: Any
-) -> Protocol:
-    kind, rule = raw.get("kind", "accuracy"), raw.get("rule", "max")
-    for word, allowed in ((kind, KINDS), (rule, RULES), (about["metric"], ("mean", "pooled"))):
+def _protocol(path: Path, raw: dict[str, Any], **fixed: Any) -> Protocol:
+    keys = ("title", "paper", "kind", "rule", "metric", "seeds", "own", "target")
+    given: dict[str, Any] = {key: raw[key] for key in keys if key in raw}
+    given |= {key: tuple(raw.get(key, ())) for key in ("figures", "notes")}
+    table = Protocol(path.stem, **given | fixed)
+    for word, allowed in ((table.kind, KINDS), (table.rule, RULES), (table.metric, METRICS)):
         if word not in allowed:
             raise Problem(f"{path.name}: '{word}' must be one of {', '.join(allowed)}")
-    if about["own"] and about["own"] not in rows:
-        raise Problem(f"{path.name}: own '{about['own']}' is not one of its rows{nearest(about['own'], rows)}")
-    texts = {"title": raw["title"], "paper": raw["paper"], "kind": kind, "rule": rule}
-    more = {"target": raw.get("target", 0.0), "notes": tuple(raw.get("notes", ()))}
-    figures = tuple(raw.get("figures", ()))
-    return Protocol(path.stem, **texts, columns=columns, rows=rows, quick=quick, figures=figures, **about, **more)
+    if table.own and table.own not in table.rows:
+        raise Problem(f"{path.name}: own '{table.own}' is not one of its rows{nearest(table.own, table.rows)}")
+    return table
 
 
 def chosen(protocol: Protocol, columns: list[str], rows: list[str], seeds: int | None) -> Protocol:
-    """Only some columns, rows or seeds of a table."""
-    for wanted, known, what in ((columns, protocol.columns, "column"), (rows, protocol.rows, "row")):
+    """Return some columns, rows or seeds of a table; empty and None: all."""
+    for wanted, known, kind in ((columns, protocol.columns, "column"), (rows, protocol.rows, "row")):
         for name in wanted:
             if name not in known:
-                raise Problem(f"{protocol.name} has no {what} '{name}'{nearest(name, known)}")
-    kept = {name: one for name, one in protocol.columns.items() if not columns or name in columns}
-    read = {protocol.rows[name].cell for name in rows}  # their runs are those of these rows
-    some = {name: one for name, one in protocol.rows.items() if not rows or name in rows or name in read}
-    own = protocol.own if protocol.own in some else ""
-    return dataclasses.replace(protocol, columns=kept, rows=some, seeds=seeds or protocol.seeds, own=own)
+                raise Problem(f"{protocol.name} has no {kind} '{name}'{nearest(name, known)}")
+    read = {protocol.rows[name].cell for name in rows}  # the rows that others read the runs of
+    kept_columns = {name: column for name, column in protocol.columns.items() if not columns or name in columns}
+    kept_rows = {name: row for name, row in protocol.rows.items() if not rows or name in rows or name in read}
+    own = protocol.own if protocol.own in kept_rows else ""
+    return dataclasses.replace(protocol, columns=kept_columns, rows=kept_rows, seeds=seeds or protocol.seeds, own=own)
 
 
 def reduced(protocol: Protocol, sets: list[str], quick: bool) -> Protocol:
-    """The same table with other settings in every column (`section.key=value`), or as its file says under `quick`.
+    """Change a table's settings in every column; it is called reduced where one differs that results depend on.
 
-    It is called reduced where a setting differs that results depend on. What was chosen for a row does not count where
-    `sets` say otherwise, nor, under `quick`, what was chosen from its grid for larger data; what is the row's own, such
-    as the epochs that make two rows equal work, stays.
+    What was chosen for a row does not count where `sets` say otherwise, nor, under `quick`, what was chosen from its
+    grid for larger data; what is the row's own, such as the epochs that make two rows equal work, stays.
+
+    Args:
+        protocol: the table.
+        sets: other settings, `section.key=value`.
+        quick: take the columns, rows and settings that its file names under `quick`.
     """
-    change: dict[str, Any] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    typed: dict[str, Any] = {}
+    version = protocol.quick if quick else {}
     if quick:
-        say = protocol.quick
-        if not say:
-            raise Problem(f"{protocol.name} has no reduced version")
-        columns = [name for name in say.get("columns", protocol.columns) if name in protocol.columns]
-        rows = [name for name in say.get("rows", protocol.rows) if name in protocol.rows]
-        if not columns:
-            raise Problem(f"the reduced version of {protocol.source} has none of the columns of {protocol.name}")
-        protocol = chosen(protocol, columns, rows, say.get("seeds"))
-        change = {part: dict(say[part]) for part in _PARTS if part in say}
-        settings = {name: table for name, table in say.get("settings", {}).items() if name in protocol.rows}
+        protocol = _quick_rows(protocol)
+    change = {part: dict(version[part]) for part in _PARTS if part in version}
+    typed: dict[str, Any] = {}
     for text in sets:
         assign(change, text)
         assign(typed, text)
-    asked = typed.get("train", {})
-    settings = {row: {k: v for k, v in table.items() if k not in asked} for row, table in settings.items()}
-    _known(change, set(_PARTS), "--set of a table")
-    over = lambda one: {part: one.parts.get(part, {}) | change.get(part, {}) for part in _PARTS}
-    neutral = lambda part, key: part == "run" and key in NEUTRAL
-    said = [
-        f"{p}.{key} = {value}" for p, table in change.items() for key, value in table.items() if not neutral(p, key)
-    ]
-    said += [f"{row}.{key} = {value}" for row, table in settings.items() for key, value in table.items()]
+    gone, tables = typed.get("train", {}), version.get("settings", {})
+    settings = {row: _without(tables[row], gone) for row in tables if row in protocol.rows}
+    _refuse_unknown(change, set(_PARTS), "--set of a table")
+    is_neutral = lambda part, key: part == "run" and key in NEUTRAL
+    flat = lambda tables: [(name, key, value) for name, table in tables.items() for key, value in table.items()]
+    changed = [f"{part}.{key} = {value}" for part, key, value in flat(change) if not is_neutral(part, key)]
+    changed += [f"{row}.{key} = {value}" for row, key, value in flat(settings)]
     columns = {}
-    for name, one in protocol.columns.items():
-        parts = over(one)
+    for name, column in protocol.columns.items():
+        parts = {part: column.parts.get(part, {}) | change.get(part, {}) for part in _PARTS}
         about = f"{parts['data'].get('name', 'digits')}, {parts['data'].get('clients', 20)} clients"
-        title = f"REDUCED to {about}: {one.title}" if said else one.title
-        columns[name] = dataclasses.replace(one, parts=parts, title=title)
+        title = f"REDUCED to {about}: {column.title}" if changed else column.title
+        columns[name] = dataclasses.replace(column, parts=parts, title=title)
     rows = {}
     for name, row in protocol.rows.items():
         gone = {*(key for key in change.get("train", {}) if key not in row.settings), *(row.grid if quick else ())}
-        at = {c: {key: value for key, value in best.items() if key not in gone} for c, best in row.at.items()}
-        rows[name] = dataclasses.replace(row, at=at)
-    rest = {"run": change.get("run", {}), "settings": settings}
-    return dataclasses.replace(protocol, columns=columns, rows=rows, changed=tuple(said), change=rest)
+        by_column = {column: _without(best, gone) for column, best in row.by_column.items()}
+        rows[name] = dataclasses.replace(row, by_column=by_column)
+    overrides = {"run": change.get("run", {}), "settings": settings}
+    return dataclasses.replace(protocol, columns=columns, rows=rows, changed=tuple(changed), overrides=overrides)
+
+
+def _quick_rows(protocol: Protocol) -> Protocol:
+    """Return the columns, rows and seeds of a table's own reduced version."""
+    version = protocol.quick
+    if not version:
+        raise Problem(f"{protocol.name} has no reduced version")
+    columns = [name for name in version.get("columns", protocol.columns) if name in protocol.columns]
+    rows = [name for name in version.get("rows", protocol.rows) if name in protocol.rows]
+    if not columns:
+        raise Problem(f"the reduced version of {protocol.source} has none of the columns of {protocol.name}")
+    return chosen(protocol, columns, rows, version.get("seeds"))
+
+
+def _without(settings: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in names}

@@ -10,39 +10,40 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from perfed.methods.shared.mixture import convex
+from perfed.methods.pfedmb import PFedMB
 from perfed.training import files
-from perfed.training.folder import MethodFolder, read_lines
+from perfed.training.folder import MethodFolder, append_lines, read_lines
 from perfed.training.observers import Round
 
-ALPHAS = "alphas.jsonl"
+
+def mixtures_file(folder: Path) -> Path:
+    """Return the file of the mixtures in a run folder."""
+    return folder / "alphas.jsonl"
 
 
-class Mixtures:
+class MixtureLog:
     """Appends every client's weights of the branches, mean over layers, to a file of a run that is in round `now`."""
 
     def __init__(self, folder: MethodFolder, now: int):
-        self.path = folder.path.parent / ALPHAS
-        files.write(self.path, b"".join(_until(self.path, now)))  # later rounds are still to come
+        self.path = mixtures_file(folder.path.parent)
+        files.write(self.path, b"".join(_lines_until(self.path, now)))  # later rounds are still to come
 
     def see(self, event: Round) -> None:
-        federation = event.federation
-        method: Any = federation.method  # pFedMB's: no other has what is looked at here
+        federation, method = event.federation, event.federation.method
+        assert isinstance(method, PFedMB)  # a table's file cannot ask for it elsewhere
         states = federation.engine.states[federation.run].take(range(len(federation.clients)))
-        weights = torch.stack([convex(state, method.simplex).mean(1) for state in states]).tolist()
-        line = {"alpha": [[round(a, 4) for a in client] for client in weights], "round": federation.round}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line, sort_keys=True) + "\n")
+        weights = torch.stack([method.weights(state).mean(1) for state in states]).tolist()
+        line = {"alpha": [[round(weight, 4) for weight in client] for client in weights], "round": federation.round}
+        append_lines(self.path, [line])
         files.sync(self.path)  # a checkpoint of this round may follow
 
 
-def _until(path: Path, now: int) -> Iterator[bytes]:
-    """The lines of rounds up to `now`; a crash may have left half of one."""
+def _lines_until(path: Path, now: int) -> Iterator[bytes]:
+    """Yield the lines of rounds up to `now`; a crash may have left half of the last."""
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         with contextlib.suppress(ValueError):
             if line.endswith(b"\n") and json.loads(line)["round"] <= now:
@@ -50,8 +51,8 @@ def _until(path: Path, now: int) -> Iterator[bytes]:
 
 
 def mixtures(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """(rounds, weights [rounds, clients, branches]) of a run folder; None where nobody looked on."""
-    if not (folder / ALPHAS).exists():
+    """Read the rounds and the weights [rounds, clients, branches] of a run folder; None where nobody looked on."""
+    lines = read_lines(mixtures_file(folder))
+    if not lines:
         return None
-    lines = read_lines(folder / ALPHAS)
     return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])
