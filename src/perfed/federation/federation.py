@@ -207,7 +207,10 @@ class Federation:
         return reduce.mean(uploads, self.method.groups, self.engine.weighted_sum, used)
 
     def end(self) -> None:
-        """End a round; one that was abandoned leaves the server as it was."""
+        """End a round; one that was abandoned leaves the server as it was.
+
+        Clients keep the states of those of its exchanges that counted.
+        """
         if self.answers.ids and not self.diverged:
             if self.method.exchanges > 1:  # with only one, the server has not been touched
                 self.server = pick(self._counts, self.server, self._before)
