@@ -88,6 +88,8 @@ def difference(a: Any, b: Any) -> float:
         return math.inf
     worst = 0.0
     for p, q in zip(left, right, strict=True):
+        if isinstance(p, Tensor) != isinstance(q, Tensor):
+            return math.inf
         if not isinstance(p, Tensor):
             worst = max(worst, 0.0 if p == q else math.inf)
         elif p.shape != q.shape or not torch.equal(p.isnan(), q.isnan()):
