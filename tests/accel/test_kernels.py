@@ -331,6 +331,13 @@ def test_few_samples_and_wide_weights(clients, batch, inputs, outputs, apart):
     assert actual.stride() == torch.bmm(x, w).stride()
 
 
+def test_weighted_sum_does_not_look_at_a_row_of_weight_zero():
+    stacked, share = normal(3, 5), normal(3, 2, seed=1).abs()
+    stacked[1], share[1] = torch.nan, 0.0
+    actual, expected = rows.weighted_sum(share, stacked), rows.weighted_sum(share[[0, 2]], stacked[[0, 2]])
+    assert torch.equal(actual, expected)
+
+
 def test_weighted_sum_keeps_what_float32_would_lose():
     stacked = torch.tensor([[1e8], [1.0], [-1e8]], device=DEVICE)
     assert rows.weighted_sum(torch.ones(3, 1, device=DEVICE), stacked).item() == 1.0

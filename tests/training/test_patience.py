@@ -85,7 +85,8 @@ def test_a_diverged_run_leaves_the_others_alone(tmp_path, monkeypatch):
 
     def spoilt(self, request, reply):
         bad = self.method.lr == 0.5 and request.round > 1
-        receive(self, request, dataclasses.replace(reply, spoiled=reply.spoiled * 0) if bad else reply)
+        uploads = dataclasses.replace(reply.uploads, weight=-reply.uploads.weight)
+        receive(self, request, dataclasses.replace(reply, uploads=uploads) if bad else reply)
 
     monkeypatch.setattr(Federation, "receive", spoilt)
     trained(tmp_path, "batch", [0.5, 0.02, 0.05], rounds=5)

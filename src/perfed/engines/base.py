@@ -286,7 +286,8 @@ class Engine(ABC):
     def weighted_sum(self, share: Tensor, stacked: Tensor) -> Tensor:
         """Return the weighted sum of rows in float64, for each group.
 
-        On a CPU one client is added after another, so the sum does not depend on how a library orders it.
+        On a CPU one client is added after another, so the sum does not depend on how a library orders it. A row
+        whose weights are all 0 counts as one of zeros, whatever is in it: an upload that is refused may hold NaN.
 
         Args:
             share: weights [m, groups].
@@ -296,12 +297,13 @@ class Engine(ABC):
             [groups, ...].
         """
         if stacked.is_cuda:
-            flat = stacked[:, None].flatten(1)
-            parts = [share.T @ piece.double() for piece in flat.split(max(1, AT_ONCE // len(flat)), 1)]
+            flat, counts = stacked[:, None].flatten(1), share.any(1)[:, None]
+            pieces = flat.split(max(1, AT_ONCE // len(flat)), 1)
+            parts = [share.T @ torch.where(counts, piece.double(), 0) for piece in pieces]
             return torch.cat(parts, 1).view(-1, *stacked.shape[1:])
         out = torch.zeros(share.shape[1], *stacked.shape[1:], dtype=torch.float64, device=stacked.device)
         for weight, row in zip(share, stacked, strict=True):
-            out += by_row(weight, out) * row.double()
+            out += torch.where(weight.any(), by_row(weight, out) * row.double(), 0)
         return out
 
     # ------------------------------------------------------------------ evaluations

@@ -67,10 +67,28 @@ def first_not_finite(tree: Any, count: int, device: Any, root: str) -> tuple[Ten
     Returns:
         For each row the place of its first tensor that is not finite, -1 where all are; and the tensors' names.
     """
-    first = torch.full((count,), -1, device=device)
-    for place, leaf in enumerate(leaves(tree)):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel():
-            # The largest number of a row tells whether all are finite, in one look at each.
-            finite = torch.linalg.vector_norm(leaf[:, None].flatten(1), torch.inf, dim=1).isfinite()
-            first = torch.where((first < 0) & ~finite, place, first)
-    return first, paths(tree, root)
+    bad = [not_finite(leaf) for leaf in leaves(tree)]
+    return first_true(bad, count, device), paths(tree, root)
+
+
+def not_finite(stacked: Any) -> Tensor | None:
+    """Return for each row whether it holds a number that is not finite; None for numbers that always are."""
+    if not isinstance(stacked, Tensor) or not stacked.is_floating_point() or not stacked.numel():
+        return None
+    # The largest number of a row tells whether all are finite, in one look at each.
+    return ~torch.linalg.vector_norm(stacked[:, None].flatten(1), torch.inf, dim=1).isfinite()
+
+
+def first_true(flags: Sequence[Tensor | None], count: int, device: Any) -> Tensor:
+    """Return for each of `count` rows the place of the first of these flags [count] that is true; -1: none is.
+
+    It takes few operations, however many flags there are: a GPU's host pays for each in every exchange.
+    """
+    places = [place for place, flag in enumerate(flags) if flag is not None]
+    if not places:
+        return torch.full((count,), -1, device=device)
+    table = torch.stack([flag for flag in flags if flag is not None])
+    first = table.byte().argmax(0)
+    if places != list(range(len(places))):
+        first = torch.tensor(places, device=device)[first]
+    return torch.where(table.any(0), first, -1)

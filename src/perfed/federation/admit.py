@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from perfed.core.messages import Uploads
-from perfed.core.tree import tree_map
+from perfed.core.tree import leaves, tree_map
 from perfed.engines.base import Reply
-from perfed.engines.trees import first_not_finite
+from perfed.engines.trees import first_true, not_finite, paths
 
 NOT_FINITE = "it holds numbers that are not finite"
 BAD_WEIGHT = "it is negative or not finite"
@@ -83,14 +83,16 @@ def inspect(round: int, reply: Reply, uploads: Uploads) -> Verdict:
     Returns:
         The verdict; it names a client's first bad tensor, states before uploads before weights.
     """
-    wrong, reasons = reply.spoiled, [(name, NOT_FINITE) for name in reply.tensors]
-    for root, tree in (("mean", uploads.mean), ("own", uploads.own)):
-        place, names = first_not_finite(tree, len(uploads.ids), uploads.ids.device, root)
-        wrong = torch.where((wrong < 0) & (place >= 0), place + len(reasons), wrong)
-        reasons += [(name, NOT_FINITE) for name in names]
-    good_weight = uploads.weight.isfinite() & (uploads.weight >= 0)
-    wrong = torch.where((wrong < 0) & ~good_weight, len(reasons), wrong)
-    return Verdict(round, reply.ids, wrong, [*reasons, ("weight", BAD_WEIGHT)])
+    sent = [uploads.mean, uploads.own]
+    bad_weight = ~(uploads.weight.isfinite() & (uploads.weight >= 0))
+    flags = [*(not_finite(leaf) for leaf in leaves(sent)), bad_weight]
+    wrong = first_true(flags, len(uploads.ids), uploads.ids.device)
+    reasons = [(name, NOT_FINITE) for name in [*paths(uploads.mean, "mean"), *paths(uploads.own, "own")]]
+    reasons.append(("weight", BAD_WEIGHT))
+    if reply.tensors:  # clients have a state
+        wrong = torch.where(reply.spoiled < 0, wrong, reply.spoiled + len(reasons))
+        reasons += [(name, NOT_FINITE) for name in reply.tensors]
+    return Verdict(round, reply.ids, wrong, reasons)
 
 
 def only(uploads: Uploads, index: Tensor) -> Uploads:

@@ -22,23 +22,22 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
         uploads: rows of uploads.
         groups: number of groups that `uploads.group` may name.
         weighted_sum: the engine's way to add rows.
-        used: [m], False for rows that are left out though they keep their place: their numbers count as 0, and so
-            does their weight. None: all rows are used.
+        used: [m], False for rows that are left out though they keep their place: their weight is 0, and a row of
+            weight 0 counts as one of zeros. None: all rows are used.
 
     Returns:
         The cohort that `aggregate` is given.
 
     Example:
-        >>> add = lambda share, rows: share.T @ rows.double()
+        >>> add = lambda share, rows: share.T @ rows.double()  # an engine's does more: see Engine.weighted_sum
         >>> changes, weight = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([3.0, 1.0])
         >>> mean(Uploads(torch.arange(2), changes, (), weight), 1, add).mean
         tensor([1.7500, 3.5000])
     """
-    weight, rows = uploads.weight, uploads.mean
+    weight: Tensor = uploads.weight
     size: Any = len(uploads.ids)
     if used is not None:
         weight, size = weight.where(used, 0), used.sum()
-        rows = tree_map(lambda tensor: torch.where(by_row(used, tensor), tensor, 0), rows)
     share = weight.double()[:, None]  # [m, 1]
     if uploads.group is not None:
         share = share * torch.nn.functional.one_hot(uploads.group, groups)  # [m, groups]
@@ -49,4 +48,4 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
         out /= by_row(total.where(total > 0, 1.0), out)
         return (out if grouped else out[0]).to(stacked.dtype)
 
-    return Cohort(uploads.ids, tree_map(average, rows), uploads.own, total if grouped else total[0], size)
+    return Cohort(uploads.ids, tree_map(average, uploads.mean), uploads.own, total if grouped else total[0], size)

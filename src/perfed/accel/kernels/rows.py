@@ -24,13 +24,18 @@ def _weighted(x, share, out, M, N, G, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
     place = x + column
     for m in range(M):
-        total += tl.load(share + m * G + g) * tl.load(place, mask=column < N, other=0.0).to(tl.float64)
+        weight = tl.load(share + m * G + g)
+        term = weight * tl.load(place, mask=column < N, other=0.0).to(tl.float64)
+        total += tl.where(weight != 0, term, 0.0)  # a row of weight 0 may hold NaN
         place += N
     tl.store(out + g.to(tl.int64) * N + column, total, mask=column < N)
 
 
 def weighted_sum(share: Tensor, rows: Tensor) -> Tensor:
-    """Sum rows [m, ...] with weights [m, groups] in float64, reading each number once: [groups, ...]."""
+    """Sum rows [m, ...] with weights [m, groups] in float64, reading each number once: [groups, ...].
+
+    A row of weight 0 counts as one of zeros.
+    """
     flat, weights = rows.reshape(len(rows), -1).contiguous(), share.double().contiguous()
     (m, n), groups = flat.shape, weights.shape[1]
     out = torch.empty(groups, n, dtype=torch.float64, device=rows.device)
