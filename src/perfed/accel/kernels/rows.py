@@ -25,8 +25,8 @@ def _weighted(x, share, out, M, N, G, BLOCK: tl.constexpr):
     place = x + column
     for m in range(M):
         weight = tl.load(share + m * G + g)
-        term = weight * tl.load(place, mask=column < N, other=0.0).to(tl.float64)
-        total += tl.where(weight != 0, term, 0.0)  # a row of weight 0 may hold NaN
+        end = tl.where(weight != 0, N, 0)  # a row of weight 0 may hold NaN
+        total += weight * tl.load(place, mask=column < end, other=0.0).to(tl.float64)
         place += N
     tl.store(out + g.to(tl.int64) * N + column, total, mask=column < N)
 
