@@ -85,7 +85,9 @@ def verified():
     """What the tests of each method say, read off their names."""
     rows = []
     for name, entry in methods().items():
-        tree = ast.parse((ROOT / "tests" / "methods" / f"test_{name}.py").read_text())
+        file = ROOT / "tests" / "methods" / f"test_{name}.py"
+        assert file.is_file(), f"the method '{name}' has no tests: write tests/methods/test_{name}.py"
+        tree = ast.parse(file.read_text())
         tests = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
         said = "; ".join(test.removeprefix("test_").replace("_", " ") for test in tests)
         rows.append((f"[{entry.title}](../src/perfed/methods/{name}.py)", said))

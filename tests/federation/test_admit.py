@@ -240,6 +240,9 @@ def test_where_nobody_waits_numbers_are_zeroed_in_their_place(engine, name, wher
 def test_where_nobody_waits_nothing_is_read(name, monkeypatch):
     """Between two looks the host asks the device for no number: it would wait until all that was begun is done."""
     fed = federation("sequential", spoiling(methods()[name].load(), "mean"), name, quorum=1.0, lazy=True)
+    finite = lambda stacked: torch.where(stacked.isfinite(), stacked, 0).double()
+    as_on_a_gpu = lambda share, stacked: torch.tensordot(share.T, finite(stacked), 1)
+    monkeypatch.setattr(fed.engine, "weighted_sum", as_on_a_gpu)
 
     def refuse(*_):
         raise AssertionError("a number was read")

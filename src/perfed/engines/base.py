@@ -303,7 +303,8 @@ class Engine(ABC):
             return torch.cat(parts, 1).view(-1, *stacked.shape[1:])
         out = torch.zeros(share.shape[1], *stacked.shape[1:], dtype=torch.float64, device=stacked.device)
         for weight, row in zip(share, stacked, strict=True):
-            out += torch.where(weight.any(), by_row(weight, out) * row.double(), 0)
+            if weight.any():
+                out += by_row(weight, out) * row.double()
         return out
 
     # ------------------------------------------------------------------ evaluations

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def treatments() -> dict[str, str]:
     """Return the treatments there are, by name, and what each does.
 
-    >>> list(treatments())
-    ['identity']
+    >>> treatments()["identity"]
+    'uploads travel as they are'
     """
     return members(Path(__file__).parent, "Transform")
 

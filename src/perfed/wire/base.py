@@ -13,16 +13,24 @@ class Transform:
     The client half runs wherever the client trains, on every engine, right after `local`; the server half runs at the
     server before uploads are inspected and reduced. Bytes are counted between the two.
 
+    `up.mean` and `up.own` are trees: a tensor, a dict or tuple of tensors, or `()` where a method sends nothing, as
+    Local does; `tree_map` reaches every tensor of any of them. `up.own` may hold whole numbers. The server half gives
+    back what the method sent: the same trees, shapes but for the rows, and kinds of numbers. A treatment takes no
+    arguments, and it draws random numbers from its key alone (`perfed.core.random.uniform`).
+
     Example:
         >>> import dataclasses, torch
+        >>> from perfed.core.tree import tree_map
         >>> class Halved(Transform):
         ...     def client(self, up, key):
-        ...         return dataclasses.replace(up, mean=up.mean / 2)
-        >>> Halved().client(Up(mean=torch.ones(3)), torch.tensor(0)).mean
-        tensor([0.5000, 0.5000, 0.5000])
+        ...         return dataclasses.replace(up, mean=tree_map(lambda tensor: tensor / 2, up.mean))
+        >>> Halved().client(Up(mean={"w": torch.ones(3)}), torch.tensor(0)).mean
+        {'w': tensor([0.5000, 0.5000, 0.5000])}
+        >>> Halved().client(Up(), torch.tensor(0)).mean
+        ()
     """
 
-    def client(self, up: Up, key: Tensor) -> Up:  # noqa: ARG002
+    def client(self, up: Up, key: Tensor) -> Up:
         """Return what one client sends in place of its upload; runs under vmap, so the rules for `local` hold.
 
         Args:
@@ -38,7 +46,7 @@ class Transform:
         """Return the uploads that the method's server works with.
 
         Args:
-            uploads: what arrived, one row per client.
+            uploads: what arrived; each tensor of `mean` and `own` has a row for each client.
 
         Returns:
             The rows after the server's half; numbers of rows and clients stay as they are.

@@ -40,7 +40,8 @@ def score_newcomers(experiment: Experiment, cell: Cell) -> None:
     newcomers = part(experiment.clients, _first(experiment, cell.first), len(experiment.clients))
     start = method.global_model(cell.training.server()).to(method.model.device)
     alone = Local(method.model, **{name: getattr(method, name) for name in ALIKE}, epochs=1)
-    engine = make_engine(experiment.engine, [Job(alone, newcomers)], experiment.config.run)
+    run = experiment.config.run
+    engine = make_engine(experiment.engine, [Job(alone, newcomers, run.seed)], run)
     try:
         ids, epochs = range(len(newcomers)), []
         engine.states[0].put(ids, torch.stack([start for _ in ids]))
