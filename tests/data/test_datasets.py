@@ -18,7 +18,7 @@ from perfed.core.errors import Problem
 from perfed.data import catalog, load, sources
 from perfed.data.catalog import datasets
 from perfed.data.config import DataConfig
-from perfed.data.pool import TEST, TRAIN, VAL, data_dir
+from perfed.data.pool import TEST, TRAIN, VAL, Pool, checked, data_dir
 from perfed.data.sources.mnist_usps import resized
 from perfed.data.split import divide
 from perfed.report.partition import heading
@@ -137,6 +137,37 @@ def test_a_data_set_is_one_file(monkeypatch, tmp_path):
     assert (len(clients), clients.shape, clients.classes) == (4, (1,), 2)
     with pytest.raises(Problem, match="data set 'line' has clients of its own"):
         load(DataConfig(name="line", partition="iid"), 0)
+
+
+GOOD_X, GOOD_Y = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+HOLES = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (dict(x=GOOD_X[:0], y=GOOD_Y[:0]), r"data set 'mine' has no samples"),
+        (dict(y=GOOD_Y[:3]), r"y must have one number for each of the 4 rows of x, not \(3,\)"),
+        (dict(y=GOOD_Y + 1), r"row 1 \(client 'b'\) has the label 2, but 2 classes are numbered from 0 to 1"),
+        (dict(y=GOOD_Y - 1), r"row 0 \(client 'a'\) has the label -1, but 2 classes"),
+        (dict(y=GOOD_Y.astype(np.int32)), r"y must be int64, not int32"),
+        (dict(x=HOLES), r"row 2 \(client 'a'\) has nan in feature 1, which is not a finite number"),
+        (dict(x=HOLES, columns=("age", "crp")), r"row 2 \(client 'a'\) has nan in column 'crp'"),
+        (dict(x=GOOD_X, columns=("age",)), r"1 names of columns do not name 2 features"),
+        (dict(x=GOOD_X.astype(np.float64)), r"x must be float32, or uint8 images .*, not float64 of shape \(4, 2\)"),
+        (dict(x=GOOD_X.astype(np.uint8)), r"x must be float32, or uint8 images .*, not uint8 of shape \(4, 2\)"),
+        (dict(x=GOOD_X[:, 0]), r"x must have the shape \[rows, ...\]"),
+        (dict(owner=np.array([0, 1, 2, 0])), r"owner goes up to 2, but there are 2 names"),
+        (dict(owner=np.array([0.0, 1, 1, 0])), r"owner must hold whole numbers from 0"),
+        (dict(labels=("no",)), r"1 names of labels do not name 2 classes"),
+    ],
+)
+def test_what_a_source_gives_is_looked_at(wrong, sentence):
+    good = dict(x=GOOD_X, y=GOOD_Y, classes=2, owner=np.array([0, 1, 0, 1]), names=("a", "b"))
+    assert checked(Pool(**good), "mine").classes == 2
+    with pytest.raises(Problem, match=sentence) as caught:
+        checked(Pool(**{**good, **wrong}), "mine")
+    assert str(caught.value).startswith("data set 'mine'")
 
 
 def test_digits():

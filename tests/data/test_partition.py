@@ -450,8 +450,45 @@ def test_wrong_settings_are_problems():
         cut(pool(), partition="iid", clients=0)
     with pytest.raises(Problem, match=r"data.clients is 11, but there are only 10 samples"):
         cut(pool((5, 5)), partition="iid", clients=11)
-    with pytest.raises(Problem, match="data set 'digits' has no samples"):
-        cut(pool((0, 0)))
+
+
+ROWS = '''"""Bad: what a test wants."""
+
+import numpy as np
+
+
+def rows(pool, config, rng):
+    return [np.array(mine) for mine in {rows}]
+'''
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([[0, 1], [2]], r"partition 'bad' deals rows to 2 clients, but data.clients is 3"),
+        ([[0, 1], [2], []], r"partition 'bad' deals no rows to client 2"),
+        ([[0, 1], [2, 1], [3]], r"partition 'bad' deals row 1 more than once, to the clients 0, 1"),
+        ([[0, 0], [2], [3]], r"partition 'bad' deals row 0 more than once, to the clients 0, 0"),
+        ([[0, 1], [2], [10]], r"deals row 10 to client 2, but rows are numbered from 0 to 9"),
+        ([[0, -1], [2], [3]], r"deals row -1 to client 0, but rows are numbered from 0 to 9"),
+        ([[0.0, 1.0], [2], [3]], r"deals float64 to client 0, but rows are whole numbers"),
+    ],
+)
+def test_what_a_scheme_deals_is_looked_at(monkeypatch, tmp_path, rows, sentence):
+    (tmp_path / "bad.py").write_text(ROWS.format(rows=rows))
+    monkeypatch.setattr(catalog, "SCHEMES", tmp_path)
+    monkeypatch.setattr(schemes, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "perfed.data.schemes.bad", raising=False)
+    with pytest.raises(Problem, match=sentence):
+        cut(pool((5, 5)), partition="bad", clients=3)
+
+
+def test_rows_that_are_not_sorted_are_sorted(monkeypatch, tmp_path):
+    (tmp_path / "bad.py").write_text(ROWS.format(rows=[[3, 1], [2], [0]]))
+    monkeypatch.setattr(catalog, "SCHEMES", tmp_path)
+    monkeypatch.setattr(schemes, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "perfed.data.schemes.bad", raising=False)
+    assert [mine.tolist() for mine in cut(pool((5, 5)), partition="bad", clients=3)] == [[1, 3], [2], [0]]
 
 
 # --- skews ----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ def show(
 
     clients, console = load_clients(config.data, config.run.seed), console_for(json)
     console.print(report.heading(clients, config.data), markup=False)
+    for notice in clients.notices:
+        console.print(notice, markup=False)
     console.print()
     console.print(rich_table(*report.lines(clients)), soft_wrap=False)
     console.print()

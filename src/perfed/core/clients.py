@@ -49,6 +49,7 @@ class Clients:
         labels: names of the classes, where the data have them.
         columns: names of the features, in a table.
         partition: how the clients came about and how uneven they are, in plain values.
+        notices: sentences that are said before a run begins: what was done to the data, and what looks wrong with them.
     """
 
     names: tuple[str, ...]
@@ -61,6 +62,7 @@ class Clients:
     labels: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
     partition: dict[str, Any] | None = None
+    notices: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)

@@ -28,10 +28,11 @@ def load(config: DataConfig, seed: int) -> Clients:
     check(config)
     from perfed.data.official import in_parts  # these import numpy and torch
     from perfed.data.partition import partition
-    from perfed.data.pool import normalised
+    from perfed.data.pool import checked, normalised
     from perfed.data.split import assemble
 
-    pool = normalised(load_member("perfed.data.sources", config.name).load(config, seed), config)
+    pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name)
+    pool = normalised(pool, config)
     if config.split == "official":
         pool = in_parts(pool, config, seed)
     return assemble(pool, partition(pool, config, seed), config, seed)

@@ -32,6 +32,7 @@ class Pool:
         part: [rows], TRAIN, VAL or TEST where the source has decided, else UNDECIDED.
         official: [rows], TRAIN or TEST as the makers of the data set have it.
         note: what whoever reads a result should know of these samples.
+        notices: sentences that are said before a run begins.
     """
 
     x: np.ndarray
@@ -47,6 +48,77 @@ class Pool:
     part: np.ndarray | None = None
     official: np.ndarray | None = None
     note: str = ""
+    notices: tuple[str, ...] = ()
+
+    def where(self, row: int) -> str:
+        """Say where a row stands, for people."""
+        if self.owner is None or self.names is None:
+            return f"row {row}"
+        return f"row {row} (client '{self.names[self.owner[row]]}')"
+
+
+def checked(pool: Pool, name: str) -> Pool:
+    """Return a source's pool; what is not as `Pool` says is a Problem that names the source `name`."""
+    _check_rows(pool, f"data set '{name}'")
+    _check_labels(pool, f"data set '{name}'")
+    _check_samples(pool, f"data set '{name}'")
+    return pool
+
+
+def _check_rows(pool: Pool, source: str) -> None:
+    """Refuse arrays that do not describe the same rows."""
+    count = len(pool.x)
+    if count == 0:
+        raise Problem(f"{source} has no samples")
+    for field in ("y", "owner", "unit", "part", "official"):
+        array = getattr(pool, field)
+        if array is not None and array.shape != (count,):
+            raise Problem(
+                f"{source}: {field} must have one number for each of the {count} rows of x, not {array.shape}"
+            )
+    if pool.owner is not None:
+        if pool.owner.dtype.kind != "i" or pool.owner.min() < 0:
+            raise Problem(f"{source}: owner must hold whole numbers from 0, the client of each row")
+        if pool.names is not None and pool.owner.max() >= len(pool.names):
+            raise Problem(f"{source}: owner goes up to {pool.owner.max()}, but there are {len(pool.names)} names")
+
+
+def _check_labels(pool: Pool, source: str) -> None:
+    """Refuse labels that are no classes."""
+    if pool.y.dtype != np.int64:
+        raise Problem(f"{source}: y must be int64, not {pool.y.dtype}")
+    outside = (pool.y < 0) | (pool.y >= pool.classes)
+    if outside.any():
+        row = int(np.argmax(outside))
+        raise Problem(
+            f"{source}: {pool.where(row)} has the label {pool.y[row]}, but {pool.classes} classes are numbered from 0 "
+            f"to {pool.classes - 1}"
+        )
+    if pool.labels is not None and len(pool.labels) != pool.classes:
+        raise Problem(f"{source}: {len(pool.labels)} names of labels do not name {pool.classes} classes")
+
+
+def _check_samples(pool: Pool, source: str) -> None:
+    """Refuse samples of a type that networks do not get, and numbers that are none."""
+    if pool.x.ndim < 2:
+        raise Problem(f"{source}: x must have the shape [rows, ...] with something in each row, not {pool.x.shape}")
+    images = pool.x.dtype == np.uint8 and pool.x.ndim == 4
+    if pool.x.dtype != np.float32 and not images:
+        raise Problem(
+            f"{source}: x must be float32, or uint8 images [rows, channels, height, width], not {pool.x.dtype} of "
+            f"shape {pool.x.shape}"
+        )
+    if images:
+        return
+    if pool.columns is not None and len(pool.columns) != pool.x.shape[1]:
+        raise Problem(f"{source}: {len(pool.columns)} names of columns do not name {pool.x.shape[1]} features")
+    flat = pool.x.reshape(len(pool.x), -1)
+    bad = ~np.isfinite(flat).all(axis=1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        place = int(np.argmax(~np.isfinite(flat[row])))
+        column = f"feature {place}" if pool.columns is None else f"column '{pool.columns[place]}'"
+        raise Problem(f"{source}: {pool.where(row)} has {flat[row, place]} in {column}, which is not a finite number")
 
 
 def normalised(pool: Pool, config: DataConfig) -> Pool:

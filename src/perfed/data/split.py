@@ -54,7 +54,7 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
     domains = _domains(pool, rows, config)
     names = _names(pool, rows, config, domains)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
-    known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
+    known |= {"notices": pool.notices, "partition": _about(config, skews, places, measures(counts[places]), pool.note)}
     if domains is not None:
         known["partition"]["domains"] = [domains[client] for client in places]
     return Clients(

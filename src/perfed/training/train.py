@@ -52,6 +52,7 @@ def train(
     with ExitStack() as locks:
         for path in folders:
             locks.enter_context(RunFolder(path).lock())
+        _say_notices(experiments, folders, console)
         for entry in experiments[0].config.entries():
             todo = []
             for experiment, path in zip(experiments, folders, strict=True):
@@ -66,6 +67,18 @@ def train(
             for group in [todo] if batched and todo else [[run] for run in todo]:
                 diverged |= {run.run_folder.path: why for run, why in _train(group, console).items()}
     return diverged
+
+
+def _say_notices(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
+    """Say what whoever begins a run should know of its data; runs that are alike say it once."""
+    begun = [
+        RunFolder(path).method(entry.name).path.exists()
+        for path in folders
+        for entry in experiments[0].config.entries()
+    ]
+    if not any(begun):
+        for notice in experiments[0].clients.notices:
+            console.print(notice, highlight=False, markup=False)
 
 
 class MethodRun:
