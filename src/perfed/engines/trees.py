@@ -11,6 +11,8 @@ from torch.utils import _pytree
 
 from perfed.core.tree import leaves
 
+AT_ONCE = 1 << 20  # numbers of which a CPU holds the sizes at a time
+
 
 def pack(tree: Any) -> tuple[Any, list[Tensor]]:
     """Take a tree apart: return a JSON skeleton and the tensors it points to."""
@@ -76,7 +78,11 @@ def not_finite(stacked: Any) -> Tensor | None:
     if not isinstance(stacked, Tensor) or not stacked.is_floating_point() or not stacked.numel():
         return None
     # The largest number of a row tells whether all are finite, in one look at each.
-    return ~torch.linalg.vector_norm(stacked[:, None].flatten(1), torch.inf, dim=1).isfinite()
+    flat = stacked[:, None].flatten(1)
+    if flat.is_cuda:
+        return ~torch.linalg.vector_norm(flat, torch.inf, dim=1).isfinite()
+    pieces = flat.split(max(1, AT_ONCE // flat.shape[1]))  # a norm takes eight times as long on a CPU
+    return ~torch.cat([piece.abs().amax(1) for piece in pieces]).isfinite()
 
 
 def first_true(flags: Sequence[Tensor | None], count: int, device: Any) -> Tensor:
