@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import perfed
 from perfed import api
 from perfed.contract import checks, toy
+from perfed.core.errors import Problem
 from perfed.core.messages import Up, Uploads
 from perfed.core.model import Model
 from perfed.core.tree import tree_map
@@ -127,8 +129,9 @@ def test_the_others_end_as_if_it_were_not_there(engine, name, where):
 @pytest.mark.parametrize("engine", ["sequential", "workers"])
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Raises, "ValueError: a broken disk"), (OtherForm, "another form"), (OtherState, "another form")],
-)
+    [(Raises, "ValueError: a broken disk"), (OtherForm, "its shape is (83,), not (84,)"),
+     (OtherState, "its shape is (83,), not (84,)")],
+)  # fmt: skip
 def test_who_raises_or_sends_another_form_loses_its_turn(engine, kind, reason):
     fed = federation(engine, kind)
     outcome = played(fed, [range(5), (0, 1, 2), (1, 3, 4)])
@@ -137,6 +140,139 @@ def test_who_raises_or_sends_another_form_loses_its_turn(engine, kind, reason):
     refusals = fed.look()
     assert [(each.round, each.client) for each in refusals] == [(1, 1), (2, 1), (3, 1)]
     assert all(reason in each.reason for each in refusals)
+
+
+BAD_UPLOADS = {  # what the client with 7 samples sends in place of `mean`, and what is said of it
+    "a number that would be broadcast": (lambda up: Up(up.mean[:1]), "mean", "its shape is (1,), not (84,)"),
+    "a row": (lambda up: Up(up.mean[None]), "mean", "its shape is (1, 84), not (84,)"),
+    "nothing": (lambda up: Up(), "mean", "it is missing"),
+    "another key": (lambda up: Up({"w": up.mean}), "mean", "it is missing"),
+    "one more": (lambda up: Up(up.mean, own=up.mean), "own", "the method does not send it"),
+    "whole numbers": (lambda up: Up(up.mean.long()), "mean", "its numbers are int64, not float64"),
+    "other numbers": (lambda up: Up(up.mean.float()), "mean", "its numbers are float32, not float64"),
+    "complex numbers": (lambda up: Up(up.mean + 0j), "mean", "its numbers are complex128, not float64"),
+    "no tensor": (lambda up: Up(0.0), "", "local must return tensors in its state and in Up, not float"),
+    "a weight for a count": (lambda up: Up(up.mean, weight=1e12), "weight", "its numbers are float64, not int64"),
+    "a weight of True": (lambda up: Up(up.mean, weight=True), "", "Up.weight must be a number of at least 0, not bool"),
+    "two weights": (lambda up: Up(up.mean, weight=torch.ones(2)), "weight", "its shape is (2,), not ()"),
+    "a group": (lambda up: Up(up.mean, group=torch.tensor(0)), "group", "the method does not send it"),
+}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+@pytest.mark.parametrize("name", BAD_UPLOADS)
+def test_a_form_is_what_the_method_declares(engine, name):
+    """Not what the first client sends: the bad one comes first and alone, then as half of a cohort, then as a third."""
+    change, tensor, reason = BAD_UPLOADS[name]
+
+    @dataclass(frozen=True)
+    class Bad(FedAvg):
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            return state, change(up) if int(data.size) == BAD else up
+
+    if reason.startswith(("local", "Up.weight")):  # that ends the turn at the client, and a round of it alone the run
+        cohorts, expected = [(1, 2), (0, 1, 2)], [(2,), (0, 2)]
+    else:
+        cohorts, expected = [(1,), (1, 2), (0, 1, 2)], [(2,), (0, 2)]
+    fed, others = federation(engine, Bad), federation(engine, FedAvg)
+    others.round = len(cohorts) - 2
+    assert checks.difference(played(fed, cohorts)[0], played(others, expected)[0]) == 0
+    refusals = fed.look()
+    assert [(each.round, each.client) for each in refusals] == [(n + 1, 1) for n in range(len(cohorts))]
+    assert all(each.tensor == tensor and reason in each.reason for each in refusals)
+
+
+@dataclass(frozen=True)
+class Choosy(OtherForm):
+    """OtherForm that raises for samples of zeros alone, such as a specimen's."""
+
+    def local(self, client, down, data):
+        if not data.mean(self.largest):
+            raise ValueError("there is nothing to learn")
+        return super().local(client, down, data)
+
+    def largest(self, batch, _):
+        return batch.x.abs().max()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+def test_where_a_specimen_cannot_train_the_form_is_that_of_most(engine):
+    fed = federation(engine, Choosy)
+    outcome = played(fed, [range(5), (1, 2)])
+    expected = played(federation(engine, FedAvg), [(0, 2, 3, 4), (2,)])
+    assert checks.difference(outcome[0], expected[0]) == 0
+    assert [(each.round, each.client) for each in fed.look()] == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(lambda up: Up((up.mean > 0).long()), "Changed sends int64 as 'mean', and a mean of those would be cut to whole"),
+     (lambda up: Up(own={"z": up.mean + 0j}), "Changed sends complex numbers as 'own/z'"),
+     (lambda up: Up(up.mean, weight=torch.ones(2)), "Changed sends a weight of shape (2,)"),
+     (lambda up: Up(up.mean, group=up.mean.sum()), "Changed sends a group of float64")],
+)  # fmt: skip
+def test_a_form_that_no_server_can_use_is_refused_at_once(engine, change, says):
+    @dataclass(frozen=True)
+    class Changed(FedAvg):
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            return state, change(up)
+
+    fed = federation(engine, Changed)
+    with pytest.raises(Problem, match=re.escape(says)):
+        fed.step()
+    fed.engine.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_method_cannot_change_its_mind(engine):
+    """Clients that all send another form than in round 1 lose their turns, where clients are run one by one."""
+    rounds = []
+
+    @dataclass(frozen=True)
+    class Fickle(FedAvg):
+        def broadcast(self, server, ids):
+            rounds.append(ids)
+            return super().broadcast(server, ids)
+
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            return state, up if len(rounds) < 2 else Up(up.mean[:1])
+
+    fed = federation(engine, Fickle)
+    fed.step(range(5))
+    if engine == "vectorised":
+        with pytest.raises(TypeError, match=r"Fickle: uploads changed their form \(mean: its shape is \(1,\)"):
+            fed.step(range(5))
+    elif engine == "sequential":  # a worker has rounds of its own
+        server = fed.server.clone()
+        fed.step(range(5))
+        assert torch.equal(fed.server, server)
+        assert [each.client for each in fed.look()] == [0, 1, 2, 3, 4]
+    fed.engine.close()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_group_that_is_none_is_refused(engine, lazy):
+    """Also where nobody looks at once: such a row is in no group's mean."""
+    kind = methods()["ifca"].load()
+
+    @dataclass(frozen=True)
+    class Lost(kind):
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            return state, replace(up, group=torch.where(data.size == BAD, 7, up.group))
+
+    fed = federation(engine, Lost, "ifca", lazy=lazy)
+    outcome = played(fed, [range(5), (0, 1, 2)])
+    expected = played(federation(engine, kind, "ifca"), [(0, 2, 3, 4), (0, 2)])
+    assert checks.difference(outcome[0], expected[0]) <= 1e-12
+    assert [(each.client, each.tensor, each.reason) for each in fed.look()] == [
+        (1, "group", "there is no such group")
+    ] * 2
 
 
 @pytest.mark.parametrize("engine", ["sequential", "workers"])
@@ -194,9 +330,7 @@ def test_the_first_bad_tensor_is_named():
     row = lambda bad: torch.stack([nan if bad else fine])
 
     def reason(state=False, mean=False, own=False, weight=1.0):
-        uploads = Uploads(
-            torch.tensor([4]), {"a": row(False), "b": row(mean)}, (row(own),), torch.tensor([weight]).double()
-        )
+        uploads = Uploads(torch.tensor([4]), {"a": row(False), "b": row(mean)}, (row(own),), torch.tensor([weight]))
         reply = Reply([4], uploads, torch.tensor([0 if state else -1]), ["state/v"], [], lambda _: None)
         verdict = inspect(3, reply, uploads)
         refusals = verdict.refusals(verdict.wrong.tolist())
@@ -210,6 +344,9 @@ def test_the_first_bad_tensor_is_named():
     assert reason(False, False, True, -1.0) == [("own/0", "it holds numbers that are not finite")]
     for weight in (-1.0, torch.inf, torch.nan):
         assert reason(weight=weight) == [("weight", "it is negative or not finite")]
+    for count in (-3, 0):
+        assert reason(weight=count) == [("weight", "a number of training samples is 1 or more")]
+    assert reason(weight=1) == []
 
 
 def test_uploads_that_are_refused_have_travelled():
@@ -313,7 +450,7 @@ def test_a_run_that_is_over_asks_nobody(lazy):
     if lazy:  # nobody knows yet
         fed.step((0, 2))
     fed.look()
-    assert "in 1 rounds in a row, the last of them round 1" in fed.diverged
+    assert "something usable in round 1 (client 'client_1', mean: " in fed.diverged
     sent = fed.traffic.down
     fed.step((0, 2))
     assert fed.look() == []

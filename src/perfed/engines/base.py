@@ -26,6 +26,7 @@ from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
+from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
 from perfed.engines.scores import Scores, Table
 from perfed.engines.scoring import Piece, Scorer
 from perfed.engines.trees import first_not_finite
@@ -144,9 +145,21 @@ class Training(NamedTuple):
             raise TypeError(f"local must return (state, Up), not (state, {type(up).__name__})")
         if not isinstance(self.wire, Identity):
             up = self.wire.client(up, derive(key, WIRE))
-        weight = data.size if up.weight is None else torch.as_tensor(up.weight, device=data.size.device)
-        out = {"state": state, "mean": up.mean, "own": up.own, "weight": weight.double()}
+        for leaf in leaves((state, up.mean, up.own)):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"local must return tensors in its state and in Up, not {type(leaf).__name__}")
+        out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
         return out if up.group is None else {**out, "group": up.group}
+
+
+def _weight(given: Tensor | float | None, samples: Tensor) -> Tensor:
+    """Return the weight of an upload; a count of samples stays a whole number, by which the server knows it."""
+    if given is None:
+        return samples
+    weight = torch.as_tensor(given, device=samples.device)
+    if weight.dtype == torch.bool or weight.is_complex():
+        raise TypeError(f"Up.weight must be a number of at least 0, not {str(weight.dtype).removeprefix('torch.')}")
+    return weight.double()
 
 
 class Evaluation(NamedTuple):
@@ -211,6 +224,7 @@ class Engine(ABC):
         """
         self.jobs = [self._prepared(job) for job in jobs]
         self.train_scores = train_scores
+        self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received
         self.states = [
             States(job.method.init_client(), job.method.model.device, memory, job.folder) for job in self.jobs
         ]
@@ -252,7 +266,7 @@ class Engine(ABC):
             >>> down = method.broadcast(method.init_server(5), torch.tensor([0, 2]))
             >>> (reply,) = engine.exchange([Request(run=0, round=1, exchange=0, ids=[0, 2], down=down)])
             >>> reply.uploads.weight.tolist()  # their numbers of samples
-            [23.0, 41.0]
+            [23, 41]
             >>> reply.settle(None)
         """
         works = [self._training(request) for request in requests]
@@ -265,6 +279,7 @@ class Engine(ABC):
 
     def _reply(self, work: Work, results: Results) -> Reply:
         out, ids, old = results.out, work.ids, work.states
+        self._declare(work, kinds(out, 1))
         if results.rows is not None:
             ids, old = [work.ids[row] for row in results.rows], rows(work.states, results.rows)
         new, table = out["state"], self.states[work.run]
@@ -282,6 +297,23 @@ class Engine(ABC):
         spoiled, tensors = first_not_finite(new, len(ids), places.device, "state")
         uploads = Uploads(places, out["mean"], out["own"], out["weight"], out.get("group"))
         return Reply(ids, uploads, spoiled, tensors, list(results.failures), settle)
+
+    def _declare(self, work: Work, sent: Form) -> Form:
+        """Return the form that a method declares for an exchange: that of its first one, if it is not known yet."""
+        key, method = self._message(work), type(work.task.method).__name__
+        if key not in self.declared:
+            refuse_unusable(sent, method)
+            self.declared[key] = sent
+        state = {"state": kinds(self.states[work.run].initial, 1)}
+        if wrong := fault({"state": sent["state"]}, state):
+            raise TypeError(f"{method}: a client's state changed its form ({wrong[0]}: {wrong[1]})")
+        if wrong := fault(sent, self.declared[key]):
+            raise TypeError(f"{method}: uploads changed their form ({wrong[0]}: {wrong[1]})")
+        return self.declared[key]
+
+    def _message(self, work: Work) -> Any:
+        """Return what an upload's form follows from: the run, and the form of what its clients received."""
+        return work.run, digest(work.down.shared, work.down.own)
 
     def weighted_sum(self, share: Tensor, stacked: Tensor) -> Tensor:
         """Return the weighted sum of rows in float64, for each group.

@@ -5,6 +5,7 @@ It runs plain loops.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from perfed.core.model import Batch
 from perfed.core.random import derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Engine, Failure, Results, Training, Work
+from perfed.engines.forms import Form, fault, kinds, most_frequent, specimen
 
 AT_ONCE = 2**18  # numbers that are made ready for a plain loop at once: they should stay in the cache
 
@@ -61,20 +63,48 @@ class Sequential(Engine):
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             self.close()
             raise self._error_of_all(work, outcomes[0])
-        forms = [form(outcome) for outcome in outcomes if not isinstance(outcome, Exception)]
-        usual = forms[0] if all(each == forms[0] for each in forms) else max(forms, key=forms.count)
-        kept, failures, others = [], [], iter(forms)
-        for row, (id, outcome) in enumerate(zip(work.ids, outcomes, strict=True)):
+        forms = [None if isinstance(outcome, Exception) else kinds(outcome) for outcome in outcomes]
+        usual = self._declared(work) or most_frequent(forms)
+        kept, failures = [], []
+        for row, (id, outcome, sent) in enumerate(zip(work.ids, outcomes, forms, strict=True)):
             if isinstance(outcome, Exception):
                 failures.append(Failure(id, reason_of(outcome)))
-            elif next(others) != usual:
-                failures.append(Failure(id, "its state or upload has another form than the others'"))
+            elif sent is not None and (wrong := fault(sent, usual)):
+                failures.append(Failure(id, wrong[1], wrong[0]))
             else:
                 kept.append(row)
         if failures and not isinstance(work.task, Training):  # every client has to be scored
             name = self.infos[work.run].names[failures[0].id]
             raise TypeError(f"client '{name}' has models of another form than the others'")
-        return Results(stack([outcomes[row] for row in kept]), kept if failures else None, tuple(failures))
+        nobody = lambda kind: torch.empty(0, *kind.shape, dtype=kind.dtype, device=self.method.model.device)
+        out = stack([outcomes[row] for row in kept]) if kept else tree_map(nobody, usual)
+        return Results(out, kept if failures else None, tuple(failures))
+
+    def _declared(self, work: Work) -> Form | None:
+        """Return the form that uploads of an exchange have to have; None for an evaluation, or where it is unknown."""
+        if not isinstance(work.task, Training):
+            return None
+        if self._message(work) not in self.declared:
+            outcome = self._rehearse(work)
+            if isinstance(outcome, Exception):  # it cannot train on two samples of zeros: what most send has to do
+                return None
+            self._declare(work, kinds(outcome))
+        return self.declared[self._message(work)]
+
+    def _rehearse(self, work: Work) -> dict[str, Any] | Exception:
+        """Return what a specimen of a client makes of a piece of work, or the error with which it failed."""
+        state, own = rows((self.states[work.run].initial, work.down.own), 0)
+        return self._specimen(work, state, own, work.down.shared)
+
+    def _specimen(self, work: Work, state: State, own: Any, shared: Any) -> dict[str, Any] | Exception:
+        job = self.jobs[work.run]
+        data = ClientData(specimen(job.clients), 0, work.key, job.method, 1)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about two samples of zeros
+                return work.task(state, Down(shared, own), data, work.key)
+        except Exception as error:
+            return error
 
     def _error_of_all(self, work: Work, error: Any) -> Exception:
         """Return what ends a run whose clients all failed; `error` is the first one's."""

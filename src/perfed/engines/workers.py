@@ -129,7 +129,7 @@ class _Worker:
 class Assignment(NamedTuple):
     """One thing for a worker to do."""
 
-    message: dict[str, Any]  # its "kind" is train, evaluate, piece or full_scores
+    message: dict[str, Any]  # its "kind" is train, rehearse, evaluate, piece or full_scores
     tensors: Callable[[], Any]  # what goes with the message, made when a worker is free
 
 
@@ -176,6 +176,12 @@ class Workers(Sequential):
         for (row,), answer in zip(groups, answers, strict=True):
             outcomes[row] = answer if isinstance(answer, Exception) else rows(answer, 0)
         return self._gathered(work, outcomes)
+
+    def _rehearse(self, work: Work) -> dict[str, Any] | Exception:
+        message = {"kind": "rehearse", "run": work.run, "key": int(work.key), "ids": [], "done": None}
+        tensors = lambda: rows((self.states[work.run].initial, work.down.own), 0)
+        (outcome,) = self._spread(work.down.shared, [Assignment(message, tensors)], forgiving=True)
+        return outcome
 
     def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
         messages = [{"kind": "piece", "run": run, "full": full, "piece": list(piece)} for piece in pieces]
@@ -273,6 +279,12 @@ class Workers(Sequential):
         if kind == "evaluate":
             task = Evaluation(job.method, tuple(message["splits"]), message["keep"])
         work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
+        if kind == "rehearse":
+            state, own = tensors
+            outcome = self._specimen(work, state, own, shared)
+            if isinstance(outcome, Exception):
+                raise RuntimeError(str(outcome))  # also where it is a Problem: that of a specimen is nobody's
+            return outcome
         outcomes = []
         for row, id in enumerate(work.ids):
             state, own = rows(tensors, row)

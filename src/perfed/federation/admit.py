@@ -19,6 +19,8 @@ from perfed.engines.trees import first_true, not_finite, paths
 
 NOT_FINITE = "it holds numbers that are not finite"
 BAD_WEIGHT = "it is negative or not finite"
+BAD_COUNT = "a number of training samples is 1 or more"
+BAD_GROUP = "there is no such group"
 
 
 class Refusal(NamedTuple):
@@ -72,23 +74,28 @@ class Standing(NamedTuple):
         return Standing(strikes, pick(over, round, self.ended))
 
 
-def inspect(round: int, reply: Reply, uploads: Uploads) -> Verdict:
+def inspect(round: int, reply: Reply, uploads: Uploads, groups: int = 1) -> Verdict:
     """Look at every number of every upload, without waiting for the device.
 
     Args:
         round: the round's number.
         reply: the engine's reply, which knows of states that are not finite.
         uploads: its rows, after the server half of what happens to uploads.
+        groups: number of groups that `uploads.group` may name.
 
     Returns:
         The verdict; it names a client's first bad tensor, states before uploads before weights.
     """
-    sent = [uploads.mean, uploads.own]
-    bad_weight = ~(uploads.weight.isfinite() & (uploads.weight >= 0))
+    sent, weight, group = [uploads.mean, uploads.own], uploads.weight, uploads.group
+    counted = not weight.is_floating_point()  # by the number of training samples, which is never 0
+    bad_weight = weight < 1 if counted else ~(weight.isfinite() & (weight >= 0))
     flags = [*(not_finite(leaf) for leaf in leaves(sent)), bad_weight]
-    wrong = first_true(flags, len(uploads.ids), uploads.ids.device)
     reasons = [(name, NOT_FINITE) for name in [*paths(uploads.mean, "mean"), *paths(uploads.own, "own")]]
-    reasons.append(("weight", BAD_WEIGHT))
+    reasons.append(("weight", BAD_COUNT if counted else BAD_WEIGHT))
+    if group is not None:
+        flags.append((group < 0) | (group >= groups))
+        reasons.append(("group", BAD_GROUP))
+    wrong = first_true(flags, len(uploads.ids), uploads.ids.device)
     if reply.tensors:  # clients have a state
         wrong = torch.where(reply.spoiled < 0, wrong, reply.spoiled + len(reasons))
         reasons += [(name, NOT_FINITE) for name in reply.tensors]

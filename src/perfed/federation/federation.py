@@ -164,7 +164,7 @@ class Federation:
         self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
         uploads = self.engine.jobs[self.run].wire.server(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
-        verdict = inspect(self.round + 1, reply, uploads)
+        verdict = inspect(self.round + 1, reply, uploads, self.method.groups)
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
         use = self._use_unread if self._leaves_unread(uploads) else self._use
         use(reply, uploads, verdict, needed)
@@ -237,9 +237,10 @@ class Federation:
         if refused:
             name = self.clients.names[refused[0].client]
             example = f" (client '{name}', {refused[0].tensor}: {refused[0].reason})"
+        when = f"{self.patience} rounds in a row, the last of them round {standing.ended}"
         self.diverged = (
             f"training diverged: too few clients of {type(self.method).__name__} sent something usable in "
-            f"{self.patience} rounds in a row, the last of them round {standing.ended}{example}; a smaller lr "
+            f"{when if self.patience > 1 else f'round {standing.ended}'}{example}; a smaller lr "
             f"(now {self.method.lr:g}) may help"
         )
 

@@ -40,7 +40,7 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
         weight, size = weight.where(used, 0), used.sum()
     share = weight.double()[:, None]  # [m, 1]
     if uploads.group is not None:
-        share = share * torch.nn.functional.one_hot(uploads.group, groups)  # [m, groups]
+        share = share * (uploads.group[:, None] == torch.arange(groups, device=share.device))  # [m, groups]
     grouped, total = uploads.group is not None, share.sum(0)
 
     def average(stacked: Tensor) -> Tensor:
