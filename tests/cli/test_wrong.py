@@ -370,7 +370,7 @@ FOLDERS = {
     "label that is a fraction": (spoil(y=np.full(20, 0.5)), "label 0.5"),
     "label too large": (spoil(y=np.full(20, 10**7)), "10000000"),
     "no labels": (lambda: save(x=np.zeros((4, 2))), "no array 'y'"),
-    "no samples": (lambda: save(x=np.zeros((0, 2)), y=np.zeros(0)), "no training sample"),
+    "no samples": (lambda: save(x=np.zeros((0, 2)), y=np.zeros(0)), "no client has a training sample"),
     "text samples": (spoil(x=np.array([["a"]] * 20)), "numbers"),
     "half a file": (half_a_file, "damaged"),
     "other shapes": (other_shapes, "(5,)"),

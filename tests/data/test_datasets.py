@@ -463,7 +463,7 @@ def test_files_to_be_split_beside_ready_ones(tmp_path):
     clients = own(tmp_path)
     assert clients.train.size == (13, 2)
     assert clients.test.size == (5, 1)
-    assert clients.classes == 5
+    assert clients.labels == ("0", "1", "4")
 
 
 def test_bytes_stay_only_where_they_are_images(tmp_path):
@@ -576,8 +576,6 @@ NAN = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])
             r"client 'b', row 1 of y_test in b.npz: the label -1 is not",
         ),
         (dict(x=X[:, :1], y=Y), r"client 'b' \(b.npz\) has float64 samples of shape \(1,\), but client 'a' has"),
-        (dict(x=X[:0], y=Y[:0]), r"client 'b' \(b.npz\) has no training sample"),
-        (dict(x_train=X[:0], y_train=Y[:0], x_test=X, y_test=Y), r"client 'b' \(b.npz\) has no training sample"),
     ],
 )
 def test_wrong_npz(tmp_path, arrays, sentence):
@@ -617,7 +615,6 @@ GOOD = "label,u\n0,1\n1,2\n0,3\n"
         ("label,u\n0,1\n1,nan\n", r"client 'b', line 3 in b.csv: a feature is not a finite number"),
         ("label,u\n0,1\n-2,1\n", r"client 'b', line 3 in b.csv: the label -2 is not a whole number"),
         ("label,u\n0,1\n1.5,1\n", r"client 'b', line 3 in b.csv: the label 1.5 is not a whole number"),
-        ("label,u\n", r"b.csv has no training sample"),
         ("", r"b.csv is empty"),
         (b"label,u\n0,\xff\xfe\n", r"b.csv cannot be read as CSV text"),
     ],
@@ -642,6 +639,195 @@ def test_wrong_table(tmp_path, text, sentence):
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(Problem, match=sentence):
         own(tmp_path)
+
+
+def test_clients_without_training_samples(tmp_path):
+    """Whoever has test samples alone is a client; a file without samples is none, and both are said."""
+    np.savez(tmp_path / "a.npz", **two(d=2))
+    np.savez(tmp_path / "b.npz", x_train=X[:0], y_train=Y[:0], x_test=X, y_test=Y)
+    np.savez(tmp_path / "c.npz", x=X[:0], y=Y[:0])
+    clients = own(tmp_path)
+    assert clients.names == ("a", "b")
+    assert (clients.train.size[1], clients.test.size[1]) == (0, 4)
+    assert clients.notices == (
+        "client 'c' has no samples: it is left out",
+        "without training samples: 'b'; 1 of 2 clients do not train and predict with the shared model",
+    )
+    (tmp_path / "a.npz").unlink()
+    with pytest.raises(Problem, match="no client has a training sample"):
+        own(tmp_path)
+
+
+def test_a_table_without_lines_is_no_client(tmp_path):
+    (tmp_path / "a.csv").write_text(GOOD)
+    (tmp_path / "b.csv").write_text(",label,u\n")
+    clients = own(tmp_path)
+    assert clients.names == ("a",)
+    assert "client 'b' has no samples: it is left out" in clients.notices
+    (tmp_path / "b.csv").unlink()
+    (tmp_path / "a.csv").write_text("client,label,u\n")
+    with pytest.raises(Problem, match="no client has a training sample"):
+        own(tmp_path / "a.csv")
+
+
+def test_classes_that_training_samples_lack_are_counted(tmp_path):
+    np.savez(tmp_path / "a.npz", x_train=X, y_train=Y, x_test=X, y_test=[0, 2, 2, 1])
+    np.savez(tmp_path / "b.npz", x_train=X, y_train=Y + 1, x_test=X, y_test=[1, 2, 2, 1])
+    (notice,) = own(tmp_path).notices[-1:]
+    text = "2 of 8 test samples are of classes that their client's training samples lack: 'a' (1 of 2 clients)"
+    assert notice == text
+
+
+# --- labels ---------------------------------------------------------------------------------------------------------
+
+
+def labelled(folder, **clients):
+    for name, labels in clients.items():
+        (folder / f"{name}.csv").write_text("u,label\n" + "".join(f"{i},{label}\n" for i, label in enumerate(labels)))
+    return folder
+
+
+def classes_of(clients, i):
+    """The names of the labels of client i."""
+    y = torch.cat([clients.split(s).y[rows(clients.split(s), i)] for s in ("train", "val", "test")])
+    return sorted(clients.labels[number] for number in y.tolist())
+
+
+def test_classes_are_the_labels_that_occur(tmp_path):
+    clients = own(labelled(tmp_path, a=["0", "900", "900.0"] * 3, b=["900", "0"] * 3))
+    assert (clients.classes, clients.labels) == (2, ("0", "900"))
+    assert classes_of(clients, 0) == ["0"] * 3 + ["900"] * 6
+    np.savez((tmp_path / "n").mkdir() or tmp_path / "n" / "a.npz", x=X, y=[2.0, 10, 10, 2])
+    assert own(tmp_path / "n").labels == ("2", "10")  # by value, not as text
+
+
+def test_two_alphabets_are_refused_until_they_are_mapped(tmp_path):
+    folder = labelled(tmp_path, a=["yes", "no"] * 4, b=["0", "1", "0", "0"] * 2)
+    sentence = (
+        r"client 'a' has the labels no, yes, client 'b' has 0, 1: no task has both; say what means what with --labels "
+        r"'no=0,yes=1' \(or --labels '0=0,1=1,no=no,yes=yes' if they are different classes\)"
+    )
+    with pytest.raises(Problem, match=sentence):
+        own(folder)
+    clients = own(folder, labels="yes=1, no=0")
+    assert clients.labels == ("0", "1")
+    assert classes_of(clients, 0) == ["0"] * 4 + ["1"] * 4
+    assert classes_of(clients, 1) == ["0"] * 6 + ["1"] * 2
+    assert clients.notices == ()
+    assert own(folder, labels="0=0,1=1,no=no,yes=yes").classes == 4
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        (dict(a=["Yes", "no"], b=["yes", "no"]), r"'Yes' \(client 'a'\) and 'yes' \(client 'b'\) are one word in two"),
+        (dict(a=["grade 1", "no"], b=["Grade_1", "no"]), r"are one word in two spellings: rename one with --labels"),
+        (dict(a=["yes", "no"], b=["true", "false"]), r"with --labels 'false=no,true=yes'"),
+        (dict(a=["Positive", "Negative"], b=["pos", "neg"]), r"with --labels 'neg=Negative,pos=Positive'"),
+        (
+            dict(a=["tumour", "healthy"], b=["1", "2"]),
+            r"client 'a' has the labels healthy, tumour, client 'b' has 1, 2",
+        ),
+    ],
+)
+def test_labels_that_cannot_be_of_one_task(tmp_path, clients, sentence):
+    with pytest.raises(Problem, match=sentence):
+        own(labelled(tmp_path, **{name: labels * 4 for name, labels in clients.items()}))
+
+
+@pytest.mark.parametrize(
+    ("clients", "notices"),
+    [
+        (dict(a=["cat", "dog"], b=["emu", "fox"]), 1),  # words of different classes
+        (dict(a=["0", "1"], b=["2", "3"]), 1),
+        (dict(a=["a", "A"], b=["A", "b"]), 1),  # letters, which a client tells apart
+        (dict(a=["A", "A-"], b=["A", "A-"]), 0),
+        (dict(a=["yes", "no"], b=["yes"]), 1),
+        (dict(a=["0", "1", "unknown"], b=["0", "1"]), 1),
+    ],
+)
+def test_labels_that_can_be_of_one_task(tmp_path, clients, notices):
+    assert len(own(labelled(tmp_path, **{name: labels * 4 for name, labels in clients.items()})).notices) == notices
+
+
+def test_a_label_of_a_single_client_is_said(tmp_path):
+    clients = own(labelled(tmp_path, a=["cat", "dog"] * 4, b=["cat", "dgo", "dog"] * 4))
+    assert clients.notices == (
+        "a single client has the label 'dgo' (client 'b', 4 samples): nobody else can learn it, or it is spelled "
+        "differently",
+    )
+    assert own(tmp_path, labels="dgo=dog").notices == ()
+    assert own(tmp_path, labels="dgo=dog,fish=dog").notices == (
+        "data.labels renames 'fish', but no client has this label (they have: cat, dgo, dog)",
+    )
+
+
+@pytest.mark.parametrize("text", ["yes", "yes=", "=1", "yes=1,", "yes=1,no"])
+def test_wrong_labels_setting(tmp_path, text):
+    with pytest.raises(Problem, match=r"data.labels takes old=new with commas between, as yes=1,no=0, not"):
+        own(labelled(tmp_path, a=["yes", "no"] * 4), labels=text)
+    with pytest.raises(Problem, match=r"data.labels is for files of your own \(data set 'folder'\), not for 'digits'"):
+        load(DataConfig(labels="0=1"), 0)
+
+
+# --- images and tables that others wrote ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_channels_last_are_moved(tmp_path, kind):
+    x = np.random.default_rng(0).integers(0, 255, (9, 6, 6, 3)).astype(kind)
+    np.savez(tmp_path / "a.npz", x_train=x, y_train=np.arange(9) % 2, x_test=x, y_test=np.arange(9) % 2)
+    clients = own(tmp_path)
+    assert clients.shape == (3, 6, 6)
+    assert np.array_equal(clients.train.x.numpy(), x.transpose(0, 3, 1, 2))
+    assert clients.notices == ("images [6, 6, 3] have their channels last: they are read as [3, 6, 6]",)
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [
+        ((3, 6, 6), (3, 6, 6)),
+        ((3, 6, 8), (3, 6, 8)),
+        ((6, 8, 3), (3, 6, 8)),
+        ((6, 8, 1), (1, 6, 8)),
+        ((1, 4, 4), (1, 4, 4)),  # both ends may be channels: images are square
+        ((4, 4, 3), (3, 4, 4)),
+        ((9, 6, 6), (9, 6, 6)),
+        ((9, 6, 7), (9, 6, 7)),  # as the documentation says
+        ((6, 6, 6), (6, 6, 6)),
+        ((3, 6, 3), None),
+        ((3, 3, 3), None),
+        ((6, 6, 9), None),
+    ],
+)
+def test_which_axis_has_the_channels(tmp_path, shape, read):
+    np.savez(tmp_path / "a.npz", x=np.zeros((9, *shape), np.uint8), y=np.arange(9) % 2)
+    if read is not None:
+        clients = own(tmp_path)
+        assert clients.shape == read
+        assert len(clients.notices) == (read != shape)
+        return
+    a, b, c = shape
+    sentence = rf"client 'a' \(a.npz\): .* may have {a} channels of {b}x{c}, or {c} channels of {a}x{b}: say it with"
+    with pytest.raises(Problem, match=sentence):
+        own(tmp_path)
+    assert own(tmp_path, channels="first").shape == shape
+    assert own(tmp_path, channels="last").shape == (c, a, b)
+
+
+@pytest.mark.parametrize("name", ["", "Unnamed: 0"])
+def test_the_index_of_pandas_is_no_feature(tmp_path, name):
+    (tmp_path / "a.csv").write_text(f"{name},u,label\n" + "".join(f"{i},{i / 2},{i % 2}\n" for i in range(9)))
+    (tmp_path / "b.csv").write_text("u,label\n" + "".join(f"{i / 2},{i % 2}\n" for i in range(9)))
+    clients = own(tmp_path)
+    assert clients.columns == ("u",)
+    shown = f"column '{name}'" if name else "column without a name"
+    assert clients.notices == (f"the {shown} only counts the rows: it is no feature (a.csv)",)
+
+
+def test_a_column_without_a_name_that_does_not_count_is_a_feature(tmp_path):
+    (tmp_path / "a.csv").write_text(",u,label,client\n" + "".join(f"{9 - i},{i / 2},{i % 2},a\n" for i in range(9)))
+    assert own(tmp_path).columns == ("", "u")
 
 
 def test_wrong_folder(tmp_path):

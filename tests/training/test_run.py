@@ -378,7 +378,8 @@ def test_data_network_and_method_of_the_user(here):
     assert perfed.load("moved").client("b").predict(x).tolist() == expected
     code, out, err = call("predict", "moved", "--client", "b", "--input", "x.npz", "--json")
     assert code == 0, err
-    assert last(out) == {"client": "b", "method": "mine", "predictions": expected}
+    labels = [str(number) for number in expected]
+    assert last(out) == {"client": "b", "method": "mine", "predictions": expected, "labels": labels}
 
 
 def test_resumed_from_another_folder(here, monkeypatch):

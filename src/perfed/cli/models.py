@@ -38,8 +38,9 @@ def predict(
 
     chosen = load(run).client(client, method)
     predicted = chosen.predict(read_samples(input, tuple(chosen.run.about["shape"]))).tolist()
-    about = {"client": chosen.name, "method": chosen.method, "predictions": predicted}
-    answer(json, about, map(str, predicted))
+    names = [chosen.run.labels[number] for number in predicted]
+    about = {"client": chosen.name, "method": chosen.method, "predictions": predicted, "labels": names}
+    answer(json, about, names)
 
 
 def personalise(

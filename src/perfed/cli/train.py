@@ -58,6 +58,11 @@ def _print_heading(console: Console, experiment: Experiment, folder: Path) -> No
         f"data     {config.data.name}  {len(clients)} clients  {partition}  "
         f"classes per client {min(classes)}-{max(classes)}  training samples {min(sizes)}-{max(sizes)}"
     )
+    if config.data.name == "folder":  # labels that several people have written
+        from perfed.report.partition import label_table
+        from perfed.report.tables import rich_table
+
+        console.print(rich_table(*label_table(clients)), soft_wrap=False)
 
 
 def _print_ending(run: Run, json: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Problem(Exception):
@@ -17,3 +17,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(known)}" if known else ""
+
+
+def few(words: Sequence[str], most: int = 5) -> str:
+    """Join the first words of a list for a sentence, and count the others.
+
+    >>> few(["oslo", "lima", "pune"], most=2)
+    'oslo, lima and 1 more'
+    """
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")

@@ -54,6 +54,10 @@ def check(config: DataConfig) -> None:
     if config.share_low > config.share_high:
         raise Problem(f"data.share_low {config.share_low:g} must not be above data.share_high {config.share_high:g}")
     config.angles()
+    for setting in ("labels", "channels"):
+        if config.name != "folder" and getattr(config, setting) not in ("", "auto"):
+            raise Problem(f"data.{setting} is for files of your own (data set 'folder'), not for '{config.name}'")
+    config.renames()
     if config.name == "folder" and config.dir is None:
         raise Problem("data set 'folder' needs --data-dir: the folder with one file per client, or one table")
     if config.dir is not None and not Path(config.dir).expanduser().exists():

@@ -48,12 +48,24 @@ class DataConfig:
     )
     client_column: str = hyper("client", "column that names the client, in one table for all clients")
     label_column: str = hyper("label", "column that holds the label, in CSV files")
+    labels: str = hyper("", "own files: what labels are called in place of what is written: yes=1,no=0")
+    channels: Literal["auto", "first", "last"] = hyper(
+        "auto", "own files: where images have their channels: [n, channels, h, w] or [n, h, w, channels]"
+    )
     synthetic_a: float = hyper(0.5, "Synthetic(a, b): how much the clients' true models differ", at_least=0)
     synthetic_b: float = hyper(0.5, "Synthetic(a, b): how much the clients' inputs differ", at_least=0)
     synthetic_samples: int = hyper(0, "'synthetic': samples of every client (0: log-normal sizes from 250)", at_least=0)
 
     def __post_init__(self) -> None:
         checked(self, "data")
+
+    def renames(self) -> dict[str, str]:
+        """Return what `labels` says each label is called; anything but pairs old=new is a Problem."""
+        pairs = [pair.partition("=") for pair in self.labels.split(",")] if self.labels.strip() else []
+        names = {old.strip(): new.strip() for old, equals, new in pairs if equals}
+        if len(names) < len(pairs) or not all(names) or not all(names.values()):
+            raise Problem(f"data.labels takes old=new with commas between, as yes=1,no=0, not '{self.labels}'")
+        return names
 
     def angles(self) -> list[int]:
         """Return the whole degrees of `rotate`; anything but multiples of 90 is a Problem."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from perfed.core.clients import SPLITS, Clients, Split
+from perfed.core.errors import few
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.order import order
@@ -54,7 +55,9 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
     domains = _domains(pool, rows, config)
     names = _names(pool, rows, config, domains)
     known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
-    known |= {"notices": pool.notices, "partition": _about(config, skews, places, measures(counts[places]), pool.note)}
+    known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
+    unseen = [np.isin(mine, labels[TRAIN][client], invert=True).sum() for client, mine in enumerate(labels[TEST])]
+    known |= {"notices": (*pool.notices, *_notices(names, counts.sum(axis=1), np.array(unseen), labels[TEST]))}
     if domains is not None:
         known["partition"]["domains"] = [domains[client] for client in places]
     return Clients(
@@ -74,6 +77,31 @@ def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[
         "measures": measured,
         **({"note": note} if note else {}),
     }
+
+
+def _notices(names: Sequence[str], train: np.ndarray, unseen: np.ndarray, test: Sequence[np.ndarray]) -> list[str]:
+    """Say which clients cannot train, and whose test samples are of classes that their training samples lack.
+
+    Args:
+        names: of the clients.
+        train: [clients], their training samples.
+        unseen: [clients], their test samples of classes that their training samples lack.
+        test: the test labels of each.
+    """
+    named = lambda flags: few([f"'{name}'" for name, flag in zip(names, flags, strict=True) if flag])
+    notices = []
+    if (train == 0).any():
+        notices.append(
+            f"without training samples: {named(train == 0)}; {(train == 0).sum()} of {len(names)} clients do not train "
+            "and predict with the shared model"
+        )
+    apart = (unseen > 0) & (train > 0)
+    if apart.any():
+        notices.append(
+            f"{unseen[apart].sum()} of {sum(map(len, test))} test samples are of classes that their client's training "
+            f"samples lack: {named(apart)} ({apart.sum()} of {len(names)} clients)"
+        )
+    return notices
 
 
 def divide(

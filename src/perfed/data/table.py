@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ import numpy as np
 from perfed.core.errors import Problem
 from perfed.data.config import DataConfig
 from perfed.data.pool import UNDECIDED
+
+_UNNAMED = re.compile(r"Unnamed: \d+")  # what pandas calls it when it is read and written once more
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,9 @@ class Table:
         return f"client '{self.client}', {place} in {self.file.name}"
 
 
-def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several: bool) -> tuple[list[Table], list[str]]:
+def read_csv(
+    path: Path, config: DataConfig, columns: list[str] | None, several: bool
+) -> tuple[list[Table], list[str], list[str]]:
     """Read the clients of a CSV file.
 
     Args:
@@ -51,9 +58,13 @@ def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several:
         several: each of several files is one client; a file alone has a column that names the client.
 
     Returns:
-        Every client's rows, and the feature columns, in the order of `columns` where given.
+        Every client's rows; the feature columns, in the order of `columns` where given; the columns that are left out.
     """
     header, lines, cells = _cells(path)
+    index = [place for place, name in enumerate(header) if is_index(name, [row[place] for row in cells])]
+    left_out = [header[place] for place in index]
+    header = [name for place, name in enumerate(header) if place not in index]
+    cells = [[cell for place, cell in enumerate(row) if place not in index] for row in cells]
     wanted = [config.label_column] if several else [config.client_column, config.label_column]
     for column in wanted:
         if column not in header:
@@ -79,12 +90,26 @@ def read_csv(path: Path, config: DataConfig, columns: list[str] | None, several:
     places = [header.index(column) for column in features]
     x = _numbers(path, [[row[place] for place in places] for row in cells], features, lines, clients)
     if not len(cells):
-        raise Problem(f"{path.name} has no training sample: there is no line below the header")
+        return [Table(path.stem, path, x, labels, lines=lines)] if several else [], features, left_out
     order = np.argsort(clients, kind="stable")
     names, start = np.unique(clients[order], return_index=True)
     pieces = np.split(order, start[1:])
     rows_of = zip(names, pieces, strict=True)
-    return [Table(str(name), path, x[rows], labels[rows], lines=lines[rows]) for name, rows in rows_of], features
+    tables = [Table(str(name), path, x[rows], labels[rows], lines=lines[rows]) for name, rows in rows_of]
+    return tables, features, left_out
+
+
+def is_index(name: str, cells: Sequence[str]) -> bool:
+    """Return True if a column is the index that pandas writes beside the data: without a name, it counts the rows.
+
+    Args:
+        name: the column's, as the header has it.
+        cells: the column's, from top to bottom.
+    """
+    if name and not _UNNAMED.fullmatch(name):
+        return False
+    numbers = [int(cell) if cell.strip().isdecimal() else -1 for cell in cells]
+    return min(numbers, default=0) >= 0 and all(later > former for former, later in pairwise(numbers))
 
 
 def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:

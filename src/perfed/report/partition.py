@@ -22,6 +22,7 @@ from perfed.report.tables import TextTable, safe_cell
 STEPS = "▁▂▃▄▅▆▇█"
 WIDEST = 50  # characters of a client's bar: more classes than that are joined
 FEW_CLIENTS, FEW_CLASSES = 60, 24  # with more of either, bubbles would touch: a heat map instead
+MOST_ROWS, MOST_LABELS = 20, 8  # of the table of labels that a run begins with
 INK, MUTED = "#1c2b36", "#6b7a86"
 PARTS = {"train": "#1f6f8b", "val": "#7fb6c4", "test": "#f2a65a"}
 SHADES = LinearSegmentedColormap.from_list("share", ("#b9dde0", "#1f6f8b", "#101f3c"))
@@ -94,6 +95,22 @@ def lines(clients: Clients) -> TextTable:
         classes, distance = str(measures["classes"][id]), f"{measures['emd_per_client'][id]:.3f}"
         rows.append((escape(name), *sizes, classes, bar(train[id]), distance, *tail))
     return ("client", *SPLITS, "classes", "training labels", "EMD", *extra), rows
+
+
+def label_table(clients: Clients) -> TextTable:
+    """Return which client has how many samples of which label, in all splits together; what is too much is joined."""
+    counts = np.sum([label_counts(clients, split) for split in SPLITS], axis=0)
+    names = [escape(name) for name in _labels(clients)[:MOST_LABELS]]
+    rows = [(escape(name), *row) for name, row in zip(clients.names[:MOST_ROWS], counts.tolist(), strict=False)]
+    if len(clients) > MOST_ROWS:
+        rows.append((f"{len(clients) - MOST_ROWS} more", *counts[MOST_ROWS:].sum(axis=0).tolist()))
+    rows.append(("all", *counts.sum(axis=0).tolist()))
+    shown = []
+    for name, *numbers in rows:
+        others = [str(sum(numbers[MOST_LABELS:]))] if len(numbers) > MOST_LABELS else []
+        shown.append((name, *(str(number or "-") for number in numbers[:MOST_LABELS]), *others))
+    others = [f"{clients.classes - MOST_LABELS} others"] if clients.classes > MOST_LABELS else []
+    return ("samples with label", *names, *others), shown
 
 
 def as_dict(clients: Clients) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def signed(value: float | None) -> str:
 HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
 ON_TERMINAL = 9  # the first columns: what fits into 80 characters
 NAMED = 3  # refused uploads that are named below a table
+LABELS = 20  # labels that a card names
 
 
 def lines(run: Run) -> list[tuple[str, ...]]:
@@ -121,17 +122,26 @@ def safe_cell(name: str) -> str:
     return f"'{name}" if name[:1] in ("=", "+", "-", "@", "\t", "\r") else name
 
 
+def plain_text(text: str) -> str:
+    """Return text from outside in one line, without what ends a piece of code in Markdown."""
+    return text.replace("`", "'").replace("\n", " ").replace("\r", " ")
+
+
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
-    name = client["name"].replace("`", "'").replace("\n", " ").replace("\r", " ")
+    name = plain_text(client["name"])
     scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
     rows = [(run.entries[entry].title, score(accuracy)) for entry, accuracy in scores.items()]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
+    names = run.labels
+    labels = ", ".join(f"{label} ({client.get('labels', {}).get(label, 0)})" for label in names[:LABELS])
+    labels += f" and {len(names) - LABELS} more" * (len(names) > LABELS)
     return (
         f"# Model of client `{name}`, trained with {summary['title']}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
+        f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
         f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"Test accuracy on this client's own samples, {when}:\n\n"
         + markdown(("method", "accuracy"), rows)

@@ -19,7 +19,7 @@ from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
 from perfed.training.folder import model_file, save_models
-from perfed.training.prepare import load_clients, make_method
+from perfed.training.prepare import class_names, known_labels, load_clients, make_method
 from perfed.training.results import Run
 
 
@@ -91,21 +91,20 @@ def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
         raise Problem(f"the new clients' samples have shape {clients.shape}, the run's {tuple(about['shape'])}")
     if (clients.train.x.dtype == torch.uint8) != about["image"]:
         raise Problem("the run was trained on images of bytes and the new samples are not, or the other way round")
-    if (clients.columns is None) != (about["columns"] is None) or (clients.labels is None) != (about["labels"] is None):
-        raise Problem(
-            "the new clients' files are of another kind than the run's: columns or labels have no names there"
-        )
+    if (clients.columns is None) != (about["columns"] is None):
+        raise Problem("the new clients' files are of another kind than the run's: columns have no names there")
     scale = {key: None if about[key] is None else torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std")}
     splits = {name: clients.split(name) for name in SPLITS}
     if clients.columns is not None:
         place = _places(about["columns"], clients.columns, "column")
         splits = {name: dataclasses.replace(s, x=s.x[:, place]) for name, s in splits.items()}
-    if clients.labels is not None:
-        number = torch.tensor(_places(clients.labels, about["labels"], "label"))
+    if clients.labels is not None or about["labels"] is not None:
+        number = torch.tensor(_places(class_names(clients), known_labels(about), "label"))
         splits = {name: dataclasses.replace(s, y=number[s.y]) for name, s in splits.items()}
     elif clients.classes > about["classes"]:
         raise Problem(f"the new clients have {clients.classes} classes, the run's models know {about['classes']}")
-    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"])
+    labels = about["labels"] and tuple(about["labels"])
+    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"], labels=labels)
 
 
 def _places(wanted: Sequence[str], known: Sequence[str], what: str) -> list[int]:

@@ -126,6 +126,8 @@ def _refuse_without_validation(run: RunConfig, clients: Clients) -> None:
 def load_clients(data: DataConfig, run_seed: int) -> Clients:
     """Load clients that can be measured: at least one of them has a test sample."""
     clients = load(data, run_seed if data.partition_seed is None else data.partition_seed)
+    if not len(clients.train.y):
+        raise Problem("no client has a training sample, so nothing can be learned: give the clients more samples")
     if not len(clients.test.y):
         raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
     return clients
@@ -182,8 +184,9 @@ def describe(clients: Clients) -> dict[str, Any]:
         for tensor in (clients.split(name).x, clients.split(name).y):
             digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = []
-    for id, name in enumerate(clients.names):
-        listed.append({"name": name, **{split: clients.split(split).size[id] for split in SPLITS}})
+    for id, (name, labels) in enumerate(zip(clients.names, _label_counts(clients), strict=True)):
+        sizes = {split: clients.split(split).size[id] for split in SPLITS}
+        listed.append({"name": name, **sizes, "labels": labels})
     return {
         "shape": list(clients.shape),
         "classes": clients.classes,
@@ -196,6 +199,29 @@ def describe(clients: Clients) -> dict[str, Any]:
         "digest": digest.hexdigest(),
         "clients": listed,
     }
+
+
+def class_names(clients: Clients) -> list[str]:
+    """Return what the classes are called: their numbers, where the data have no names."""
+    return list(clients.labels or map(str, range(clients.classes)))
+
+
+def known_labels(about: dict[str, Any]) -> list[str]:
+    """Return what a run's classes are called, of what `describe` said about its clients."""
+    return list(about["labels"] or map(str, range(about["classes"])))
+
+
+def _label_counts(clients: Clients) -> list[dict[str, int]]:
+    """Count the samples of each label that a client has, in all splits together."""
+    names = class_names(clients)
+    total = torch.zeros(len(clients) * len(names), dtype=torch.int64)
+    for split in map(clients.split, SPLITS):
+        owner = torch.arange(len(clients)).repeat_interleave(torch.tensor(split.size))
+        total = total + torch.bincount(owner * len(names) + split.y.cpu(), minlength=len(clients) * len(names))
+    counts = [dict[str, int]() for _ in range(len(clients))]
+    for place in total.nonzero().flatten().tolist():
+        counts[place // len(names)][names[place % len(names)]] = int(total[place])
+    return counts
 
 
 def _numbers(tensor: Tensor | None) -> list[float] | None:
@@ -211,13 +237,23 @@ def check_same(experiment: Experiment, folder: RunFolder, notice: Callable[[str]
         notice: is told what may change results in their last bits.
     """
     before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients)))
-    if before != now:
-        differ = ", ".join(key for key in now if before.get(key) != now[key])
+    if before.get("labels") is None and now["labels"] == known_labels({**now, "labels": None}):
+        now["labels"] = None  # before perfed 0.2, labels that are whole numbers had no names
+    if differ := ", ".join(key for key in before if not _as_before(before[key], now.get(key))):
         raise Problem(f"the data of '{folder.path}' are no longer what they were (different: {differ})")
     versions = folder.environment().get("versions", {})
     for name, version_now in environment(experiment)["versions"].items():
         if versions.get(name) != version_now:
             notice(f"{name} was {versions.get(name)}, now {version_now}: results may differ in the last bits")
+
+
+def _as_before(before: Any, now: Any) -> bool:
+    """Return True if plain values are what they were; keys that an older perfed did not write do not count."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(key in now and _as_before(value, now[key]) for key, value in before.items())
+    if isinstance(before, list) and isinstance(now, list):
+        return len(before) == len(now) and all(map(_as_before, before, now))
+    return before == now
 
 
 def _with_own_copies(config: Config, folder: RunFolder) -> Config:

@@ -18,7 +18,7 @@ from perfed.engines.scores import PERSONAL, plain
 from perfed.models import make_network
 from perfed.training.config import Config
 from perfed.training.folder import RunFolder
-from perfed.training.prepare import BASELINE
+from perfed.training.prepare import BASELINE, known_labels
 from perfed.training.statistics import gain_with_test, spread
 
 
@@ -81,6 +81,8 @@ class ClientModel:
         """
         shape = tuple(self.run.about["shape"])
         x = torch.as_tensor(np.asarray(x))
+        if len(shape) == 3 and x.shape[1:] == (*shape[1:], shape[0]) != shape:  # images with their channels last
+            x = x.movedim(-1, 1)
         if x.shape[1:] != shape or x.dim() != len(shape) + 1:
             raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
         network = self.model()
@@ -118,6 +120,11 @@ class Run:
     @cached_property
     def _network(self) -> Callable[[], nn.Module]:
         return make_network(self.config.model, tuple(self.about["shape"]), self.about["classes"])
+
+    @property
+    def labels(self) -> list[str]:
+        """What the classes are called, in the order of a model's outputs; their numbers, where they have no names."""
+        return known_labels(self.about)
 
     def network(self) -> nn.Module:
         """Return a fresh network of this run's kind."""

@@ -12,21 +12,29 @@ from pathlib import Path
 
 import numpy as np
 
-from perfed.core.errors import Problem
+from perfed.core.errors import Problem, few
+from perfed.data.channels import channels_first
 from perfed.data.config import DataConfig
+from perfed.data.labels import read_labels
 from perfed.data.npz import need, read_npz
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool
 from perfed.data.table import Table, read_csv
 
 ONLY_PARTITION = "natural"
-MOST_CLASSES = 10_000  # a larger label is an id or a measurement by mistake
 _PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".joblib"}
 
 
 def load(config: DataConfig, _seed: int) -> Pool:
     """Read all clients at data.dir."""
-    tables, columns = _tables(config)
-    tables = [table for table in tables if len(table.y) or table.part in (TRAIN, UNDECIDED)]
+    tables, columns, notices = _tables(config)
+    full = [table for table in tables if len(table.y)]
+    for client in dict.fromkeys(table.client for table in tables):
+        if client not in {table.client for table in full}:
+            notices.append(f"client '{client}' has no samples: it is left out")
+    if not any(table.part in (TRAIN, UNDECIDED) for table in full):
+        raise Problem(f"data.dir '{config.dir}': no client has a training sample")
+    tables, notice = channels_first(full, config.channels)
+    notices += notice
     for table in tables:
         _check(table)
     first = tables[0]
@@ -35,26 +43,27 @@ def load(config: DataConfig, _seed: int) -> Pool:
             kind = lambda other: f"{other.x.dtype} samples of shape {other.x.shape[1:]}"
             where = f"client '{table.client}' ({table.file.name})"
             raise Problem(f"{where} has {kind(table)}, but client '{first.client}' has {kind(first)}")
-    y, labels = _labels(tables)
+    labels = read_labels(tables, config)
     x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
     sizes = [len(table.y) for table in tables]
     names = tuple(dict.fromkeys(table.client for table in tables))
     number = {name: index for index, name in enumerate(names)}
     owner = np.repeat([number[table.client] for table in tables], sizes)
     part = np.repeat([table.part for table in tables], sizes)
-    return Pool(x, y, int(y.max()) + 1, owner=owner, names=names, part=part, labels=labels, columns=columns)
+    known = {"names": names, "labels": labels.names, "columns": columns, "notices": (*notices, *labels.notices)}
+    return Pool(x, labels.y, len(labels.names), owner=owner, part=part, **known)
 
 
-def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None]:
-    """Read every client's tables, and the names of the features in CSV files."""
+def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None, list[str]]:
+    """Read every client's tables, the names of the features in CSV files, and sentences about what was left out."""
     if config.dir is None:
         raise Problem("data set 'folder' needs data.dir: the folder with one .npz or .csv per client, or one .csv file")
     path = Path(config.dir).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".csv":
             raise Problem(f"data.dir must be a folder or one .csv file, not '{config.dir}'")
-        tables, columns = read_csv(path, config, None, several=False)
-        return tables, tuple(columns)
+        tables, columns, index = read_csv(path, config, None, several=False)
+        return tables, tuple(columns), _not_features({path.name: index})
     if not path.is_dir():
         raise Problem(f"data.dir: there is no folder '{config.dir}'")
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
@@ -68,13 +77,26 @@ def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None]:
     if not npz and not texts:
         raise Problem(f"data.dir '{config.dir}' holds no .npz and no .csv file")
     if npz:
-        return [table for file in npz for table in _read(file)], None
+        return [table for file in npz for table in _read(file)], None, []
     tables: list[Table] = []
     columns: list[str] | None = None
+    left_out: dict[str, list[str]] = {}
     for file in texts:
-        more, columns = read_csv(file, config, columns, several=len(texts) > 1)
+        more, columns, left_out[file.name] = read_csv(file, config, columns, several=len(texts) > 1)
         tables += more
-    return tables, tuple(columns or ())
+    return tables, tuple(columns or ()), _not_features(left_out)
+
+
+def _not_features(left_out: dict[str, list[str]]) -> list[str]:
+    """Say which columns of which files are left out."""
+    files: dict[str, list[str]] = {}
+    for file, columns in left_out.items():
+        for column in columns:
+            files.setdefault(column, []).append(file)
+    called = lambda column: f"the column '{column}'" if column else "the column without a name"
+    return [
+        f"{called(column)} only counts the rows: it is no feature ({few(names)})" for column, names in files.items()
+    ]
 
 
 def _read(file: Path) -> list[Table]:
@@ -101,8 +123,6 @@ def _read(file: Path) -> list[Table]:
 
 def _check(table: Table) -> None:
     where = f"client '{table.client}' ({table.file.name})"
-    if len(table.y) == 0:
-        raise Problem(f"{where} has no training sample")
     if table.x.ndim < 2 or table.x.dtype.kind not in "biuf":
         raise Problem(f"{where}: {table.key} must be numbers [n, ...], not {table.x.dtype} of shape {table.x.shape}")
     if table.y.dtype.kind not in "biufU":
@@ -120,24 +140,3 @@ def _floats(table: Table) -> np.ndarray:
 
 def _is_image(table: Table) -> bool:
     return table.x.dtype == np.uint8 and table.x.ndim == 4
-
-
-def _labels(tables: list[Table]) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Return labels as class numbers, and their names where they are text, which is numbered in alphabetical order."""
-    if any(table.y.dtype.kind == "U" for table in tables):
-        text = np.concatenate([table.y.astype(str) for table in tables])
-        try:
-            text.astype(np.float64)
-        except ValueError:
-            names, numbers = np.unique(text, return_inverse=True)
-            return numbers.astype(np.int64), tuple(map(str, names))
-    numbers = [table.y.astype(np.float64) for table in tables]
-    for table, y in zip(tables, numbers, strict=True):
-        bad = ~((y >= 0) & (y < MOST_CLASSES) & (y == np.floor(y)))
-        if bad.any():
-            row = int(np.argmax(bad))
-            raise Problem(
-                f"{table.row(row).replace(' of x', ' of y')}: the label {table.y[row]} is not a whole number from 0 to "
-                f"{MOST_CLASSES - 1}"
-            )
-    return np.concatenate(numbers).astype(np.int64), None
