@@ -651,7 +651,7 @@ def test_clients_without_training_samples(tmp_path):
     assert (clients.train.size[1], clients.test.size[1]) == (0, 4)
     assert clients.notices == (
         "client 'c' has no samples: it is left out",
-        "without training samples: 'b'; 1 of 2 clients do not train and predict with the shared model",
+        "without training samples: 'b'; 1 of 2 clients do not train and predict with the server's model",
     )
     (tmp_path / "a.npz").unlink()
     with pytest.raises(Problem, match="no client has a training sample"):

@@ -93,7 +93,7 @@ def _notices(names: Sequence[str], train: np.ndarray, unseen: np.ndarray, test: 
     if (train == 0).any():
         notices.append(
             f"without training samples: {named(train == 0)}; {(train == 0).sum()} of {len(names)} clients do not train "
-            "and predict with the shared model"
+            "and predict with the server's model"
         )
     apart = (unseen > 0) & (train > 0)
     if apart.any():

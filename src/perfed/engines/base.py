@@ -72,6 +72,11 @@ class ClientInfo:
     def __len__(self) -> int:
         return len(self.names)
 
+    @cached_property
+    def able(self) -> list[int]:
+        """The clients that have training samples: nobody else is asked to train."""
+        return [id for id, size in enumerate(self.sizes["train"]) if size]
+
 
 # ---------------------------------------------------------------------- what passes through the door
 
@@ -121,6 +126,7 @@ class EvaluationRequest(NamedTuple):
     keep: bool = False  # return the models, too
     full: bool = False  # also macro-F1 and AUC, for which the samples pass through the models once more
     score: bool = True  # False: the models alone
+    general: Tensor | None = None  # the theta that clients without training samples predict with; None: their own
 
 
 class EvaluationReply(NamedTuple):
@@ -168,9 +174,17 @@ class Evaluation(NamedTuple):
     method: Method
     splits: tuple[str, ...]
     keep: bool
+    general: bool = False  # `down.shared` is a pair: what the method's server sent, and a theta for the untrained
 
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:  # noqa: ARG002
-        models = self.method.models(state, down, data)
+        if self.general:
+            shared, theta = down.shared
+            models = self.method.models(state, Down(shared, down.own), data)
+            fits = lambda model: model.shape == theta.shape  # a mixture has several
+            choose = lambda model: torch.where(data.size > 0, model, theta) if fits(model) else model
+            models = {name: choose(model) for name, model in models.items()}
+        else:
+            models = self.method.models(state, down, data)
         by_split = {split: data.mean(self.method.score, models, split) for split in self.splits}
         scores = {model: {split: scores[model] for split, scores in by_split.items()} for model in models}
         return {"models": models if self.keep else {}, "scores": scores}
@@ -355,12 +369,14 @@ class Engine(ABC):
         return [self._evaluated(request, work, results.out) for request, work, results in pairs]
 
     def _evaluation(self, request: EvaluationRequest) -> Work:
-        run, round, ids, down, keep, full, score = request
+        run, round, ids, down, keep, full, score, general = request
         method = self.jobs[run].method
         if shares_one_model(method, down):  # it is enough to ask one client; the model is scored afterwards
             ids, task = ids[:1], Evaluation(method, (), True)
         else:
-            task = Evaluation(method, self.splits(run) if score else (), keep or (full and method.usual))
+            splits, keep = self.splits(run) if score else (), keep or (full and method.usual)
+            task = Evaluation(method, splits, keep, general is not None)
+            down = down if general is None else Down((down.shared, general), down.own)
         return Work(run, task, self._key(run, PERSONALISE, round), ids, self.states[run].take(ids), down)
 
     def _evaluated(self, request: EvaluationRequest, work: Work, out: dict[str, Any]) -> EvaluationReply:

@@ -162,7 +162,7 @@ class Workers(Sequential):
         groups = [order[first : first + together] for first in range(0, len(order), together)]
         about: dict[str, Any] = {"kind": "train", "run": work.run, "key": int(work.key)}
         if isinstance(task, Evaluation):
-            about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep}
+            about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep, "general": task.general}
         assignments = []
         for group in groups:
             done = None if work.done is None else [work.done[row] for row in group]
@@ -277,7 +277,7 @@ class Workers(Sequential):
         job, done = self.jobs[run], message["done"]
         task = Training(job.method, job.wire)
         if kind == "evaluate":
-            task = Evaluation(job.method, tuple(message["splits"]), message["keep"])
+            task = Evaluation(job.method, tuple(message["splits"]), message["keep"], message["general"])
         work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
         if kind == "rehearse":
             state, own = tensors

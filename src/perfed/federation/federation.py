@@ -10,6 +10,7 @@ from itertools import islice, zip_longest
 import torch
 from torch import Tensor
 
+from perfed.core.errors import Problem
 from perfed.core.messages import Cohort, Down, Uploads
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
@@ -111,9 +112,14 @@ class Federation:
     # ------------------------------------------------------------------ a round
 
     def sample(self) -> list[int]:
-        """Return the next round's cohort: a function of seed and round alone, alike for every method."""
-        count = len(self.clients)
-        return choose(derive(self.seed, COHORT, self.round + 1), min(self.method.cohort or count, count), count)
+        """Return the next round's cohort: a function of seed and round alone, alike for every method.
+
+        It is drawn from the clients that have training samples.
+        """
+        able = self.clients.able
+        count = len(able)
+        chosen = choose(derive(self.seed, COHORT, self.round + 1), min(self.method.cohort or count, count), count)
+        return [able[place] for place in chosen]
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """Carry out one round.
@@ -130,9 +136,11 @@ class Federation:
         """Choose who takes part in the next round: who was drawn, less those who are lost.
 
         Args:
-            cohort: who is asked; None: drawn by the run's seed.
+            cohort: who is asked, but for clients without training samples; None: drawn by the run's seed.
         """
-        chosen = self.method.select(self.server, self.sample() if cohort is None else sorted(cohort))
+        sizes = self.clients.sizes["train"]
+        asked = self.sample() if cohort is None else sorted(id for id in cohort if sizes[id])
+        chosen = self.method.select(self.server, asked) if asked else []
         self.answers = self.faults.draw(self.seed, self.round + 1, chosen, self.method.epochs)
         self._before, self._counts = self.server, not self.diverged
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
@@ -284,10 +292,24 @@ class Federation:
         if shares_one_model(self.method, first):
             yield EvaluationRequest(self.run, self.round, list(range(count)), first, keep, full)
             return
+        general = self._general()
         at_once = ON_A_GPU if self.method.model.device.type == "cuda" else EVALUATED_AT_ONCE
         for begin in range(0, count, at_once):
             ids = list(range(begin, min(begin + at_once, count)))
-            yield EvaluationRequest(self.run, self.round, ids, self.show(ids), keep, full)
+            yield EvaluationRequest(self.run, self.round, ids, self.show(ids), keep, full, general=general)
+
+    def _general(self) -> Tensor | None:
+        """Return the theta that clients without training samples predict with, where an engine has such clients.
+
+        None where the server has no such model: they predict with what the method makes of their initial state.
+        """
+        if all(len(info.able) == len(info) for info in self.engine.infos):  # of all runs, which may be one batch
+            return None
+        try:
+            theta = self.method.global_model(self.server)
+        except Problem:
+            return None
+        return theta if theta.shape == (self.method.model.width,) else None
 
     def show(self, ids: list[int]) -> Down:
         """Return what some clients receive for an evaluation.

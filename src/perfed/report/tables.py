@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from perfed.core.errors import few
 from perfed.federation.faults import in_words
 from perfed.training.results import Run
 
@@ -64,7 +65,7 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
     Bytes between servers, clients that failed (one line for all methods that failed alike), uploads that were not used,
-    and training that diverged.
+    clients that had nothing to train with, and training that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     extra = [(method["title"], method["bytes"]["extra"]) for method in methods if method["bytes"]["extra"]]
@@ -75,7 +76,18 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
             failed.setdefault(in_words(method["faults"]), []).append(method["title"])
     lines += [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
+    lines += [without_training(methods[0]["untrained"])] if methods and methods[0].get("untrained") else []
     return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]
+
+
+def without_training(names: list[str]) -> str:
+    """Return who had no training samples, and what became of them."""
+    count = len(names)
+    listed = few([plain_text(name) for name in names], NAMED)
+    return (
+        f"{count} client{'s' * (count > 1)} without training samples ({listed}) did not train; predictions for "
+        f"{'them' if count > 1 else 'it'} are those of the server's model, with Local those of the initial one"
+    )
 
 
 def refusals(refused: dict[str, Any]) -> str:

@@ -130,6 +130,8 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     sent["extra"] = {name: mean(numbers[name] for numbers in extra) for name in extra[0]}
     seconds = round(sum(summary["seconds"] for summary in each), 3)
     about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
+    if untrained := each[0]["untrained"]:
+        about["untrained"] = untrained
     faults = [summary["faults"] for summary in each]
     if all(faults):
         about["faults"] = {key: sum(counts[key] for counts in faults) for key in faults[0]}

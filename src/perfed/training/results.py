@@ -262,6 +262,7 @@ class Run:
                 "by_compartment": sent,
             },
             "seconds": round(self.seconds(name), 3),
+            "untrained": [client["name"] for client in self.about["clients"] if not client["train"]],
             "faults": result.get("faults"),
             "refused": result.get("refused"),
             "diverged": result.get("diverged", ""),
