@@ -102,27 +102,28 @@ def test_a_refused_client_keeps_its_state_in_a_batch_of_runs():
 
 
 @dataclass(frozen=True)
-class DiesOnce(Ditto):
-    """Ditto whose client with 7 samples kills its process where a file of this name does not exist."""
+class DiesThrice(Ditto):
+    """Ditto whose client with 7 samples kills its process three times, which a folder of files counts."""
 
     def local(self, client, down, data):
-        if int(data.size) == BAD and not Path(os.environ["MARK"]).exists():
-            Path(os.environ["MARK"]).touch()
+        deaths = len(list(Path(os.environ["DEATHS"]).iterdir()))
+        if int(data.size) == BAD and deaths < 3:
+            (Path(os.environ["DEATHS"]) / str(deaths)).touch()
             os._exit(1)
         return super().local(client, down, data)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_client_whose_process_dies_may_answer_in_the_next_round(workers, tmp_path, monkeypatch):
-    monkeypatch.setenv("MARK", str(tmp_path / "mark"))
-    fed = Federation(Workers(job(DiesOnce), workers=workers))
+    monkeypatch.setenv("DEATHS", str(tmp_path))
+    fed = Federation(Workers(job(DiesThrice), workers=workers))
     outcome = checks.play(fed.engine, [range(5), range(5), (1, 2)], fed)
     expected = checks.play(Sequential(job()), [(0, 2, 3, 4), range(5), (1, 2)])
     expected.traffic["down_shared"] += fed.method.model.size * 8  # it was sent the model before it died
     checks.compare(outcome, expected, "workers", tolerance=0)
     (refusal,) = fed.look()
     assert (refusal.round, refusal.client) == (1, 1)
-    assert refusal.reason == "its worker process died (out of memory?)"
+    assert refusal.reason == "its worker process died 3 times (out of memory?)"
 
 
 def test_a_worker_that_dies_between_two_rounds_costs_nobody_a_turn():

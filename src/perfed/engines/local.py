@@ -108,13 +108,21 @@ class Sequential(Engine):
 
     def _error_of_all(self, work: Work, error: Any) -> Exception:
         """Return what ends a run whose clients all failed; `error` is the first one's."""
+        return self._told(work.run, error, work.ids[:1])
+
+    def _told(self, run: int, error: Any, ids: Sequence[int]) -> Exception:
+        """Return an error of another process as a sentence that says whose it is; others say so with a traceback."""
         if not isinstance(error, ClientError):
             return error
-        return ClientError(f"client '{self.infos[work.run].names[work.ids[0]]}': {error}")
+        names = [f"client '{self.infos[run].names[id]}'" for id in ids]
+        several = f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names) or "scoring"
+        told = ClientError(f"{several} of {type(self.jobs[run].method).__name__}: {error}")
+        told.__cause__ = error
+        return told
 
 
 class ClientError(RuntimeError):
-    """What a client failed with in another process: a sentence, behind whose first line a traceback may follow."""
+    """What a client failed with in another process, as a sentence; the traceback is a note of it."""
 
 
 def reason_of(error: Exception) -> str:

@@ -7,17 +7,19 @@ travel through shared memory and short JSON messages through a pipe; nothing is 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import mmap
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +29,15 @@ from perfed.core.errors import Problem
 from perfed.core.messages import Down
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Evaluation, Job, Results, Training, Work
-from perfed.engines.local import ClientError, Sequential
+from perfed.engines.local import ClientError, Sequential, reason_of
 from perfed.engines.scores import Table, concatenate
 from perfed.engines.scoring import Piece
 from perfed.engines.trees import pack, unpack
 
 ALIGNED = 64  # bytes: every tensor in shared memory begins at a multiple of it
+SHARED = "/dev/shm"
+TRIES = 3  # how often a piece of work is begun whose worker process dies
+DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
 def cores() -> int:
@@ -41,24 +46,40 @@ def cores() -> int:
 
 
 class Memory:
-    """A piece of memory that parent and worker both see; it grows as needed."""
+    """A piece of memory that parent and worker both see; it grows as needed.
+
+    It lies in /dev/shm, and where that has no room (Docker's has 64 MB) in a file in the folder of temporary files.
+    Room is reserved before it is used: writing to shared memory that is not there ends a process without a word.
+    """
 
     def __init__(self) -> None:
-        shared = Path("/dev/shm")
-        self.file = tempfile.TemporaryFile(dir=shared if shared.is_dir() else None)  # noqa: SIM115
-        self.map: mmap.mmap | None = None
+        self.folders = [folder for folder in (SHARED, tempfile.gettempdir()) if os.access(folder, os.W_OK)]
+        self.files = [tempfile.TemporaryFile(dir=folder) for folder in self.folders]  # noqa: SIM115
+        self.maps: list[mmap.mmap | None] = [None] * len(self.files)
 
-    def _mapped(self, size: int) -> mmap.mmap:
-        if self.map is None or len(self.map) < size:
-            if os.fstat(self.file.fileno()).st_size < size:
-                os.ftruncate(self.file.fileno(), size)
+    def _with_room(self, size: int) -> int:
+        """Return the place of the first file that has so many bytes, or can get them."""
+        for place, file in enumerate(self.files):
+            with contextlib.suppress(OSError):
+                _reserve(file.fileno(), size)
+                return place
+        raise Problem(
+            f"there is no room for {size / 1e6:,.0f} MB of tensors in {' or '.join(self.folders)}, through which "
+            "workers get them: make one of them larger, or use --engine sequential"
+        )
+
+    def _mapped(self, place: int, size: int) -> mmap.mmap:
+        known = self.maps[place]
+        if known is None or len(known) < size:
             # The old map is dropped, not closed: tensors may still look at it.
-            self.map = mmap.mmap(self.file.fileno(), os.fstat(self.file.fileno()).st_size)
-        return self.map
+            handle = self.files[place].fileno()
+            known = self.maps[place] = mmap.mmap(handle, os.fstat(handle).st_size)
+        return known
 
     def close(self) -> None:
         """Give the memory back; what was read stays valid."""
-        self.file.close()
+        for file in self.files:
+            file.close()
 
     def write(self, tree: Any) -> dict[str, Any]:
         """Put a tree of tensors here.
@@ -70,29 +91,39 @@ class Memory:
             A note for JSON that says how to read it.
         """
         skeleton, tensors = pack(tree)
-        places, end = [], 0
+        parts, end = [], 0
         for tensor in tensors:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            places.append({"offset": end, "shape": list(tensor.shape), "dtype": dtype})
+            parts.append({"offset": end, "shape": list(tensor.shape), "dtype": dtype})
             end += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
         size = max(end, ALIGNED)
-        target = self._mapped(size)
-        for place, tensor in zip(places, tensors, strict=True):
-            _view(target, place).copy_(tensor)
-        return {"skeleton": skeleton, "places": places, "size": size}
+        place = self._with_room(size)
+        target = self._mapped(place, size)
+        for part, tensor in zip(parts, tensors, strict=True):
+            _view(target, part).copy_(tensor)
+        return {"skeleton": skeleton, "parts": parts, "size": size, "file": place}
 
     def read(self, note: dict[str, Any]) -> Any:
         """Return the tree of a note as views of this memory, which are valid until the next write."""
-        source = self._mapped(note["size"])
-        return unpack(note["skeleton"], [_view(source, place) for place in note["places"]])
+        source = self._mapped(note["file"], note["size"])
+        return unpack(note["skeleton"], [_view(source, part) for part in note["parts"]])
 
 
-def _view(memory: mmap.mmap, place: dict[str, Any]) -> Tensor:
-    dtype, shape = getattr(torch, place["dtype"]), place["shape"]
+def _reserve(handle: int, size: int) -> None:
+    """Make a file so large, with room on its device for every byte; an OSError where there is none."""
+    if os.fstat(handle).st_size < size:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(handle, 0, size)
+        else:  # macOS
+            os.ftruncate(handle, size)
+
+
+def _view(memory: mmap.mmap, part: dict[str, Any]) -> Tensor:
+    dtype, shape = getattr(torch, part["dtype"]), part["shape"]
     count = int(torch.Size(shape).numel())
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=place["offset"]).view(shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=part["offset"]).view(shape)
 
 
 class _Worker:
@@ -103,17 +134,24 @@ class _Worker:
         self.pipe, end = context.Pipe()
         self.inbox, self.outbox = Memory(), Memory()
         parents = [worker.pipe for worker in others] + [self.pipe]
-        self.process = context.Process(target=_serve, args=(engine, end, parents, self.inbox, self.outbox), daemon=True)
+        arguments = (engine, os.getpid(), end, parents, self.inbox, self.outbox)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings():  # forking beside idle threads is what this engine is about
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.process.start()
+            try:
+                self.process.start()
+            except OSError as error:
+                for handle in (self.pipe, end, self.inbox, self.outbox):
+                    handle.close()
+                reason = f"{error.strerror}: use fewer --workers, or --engine sequential"
+                raise Problem(f"cannot start worker process {len(others) + 1}: {reason}") from error
         end.close()
 
     def send(self, message: dict[str, Any]) -> None:
         self.pipe.send_bytes(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any]:
-        return json.loads(self.pipe.recv_bytes())
+        return json.loads(self.pipe.recv_bytes())  # an EOFError or OSError where the process is gone
 
     def close(self) -> None:
         """End the process and give its memory back; what was read stays valid."""
@@ -207,42 +245,63 @@ class Workers(Sequential):
             The results, in the order of the assignments.
         """
         self.shared = self.shared or Memory()  # before the workers: they inherit it
-        while len(self.workers) < self.count:
+        while len(self.workers) < min(self.count, len(assignments)):
             self.workers.append(_Worker(self, self.workers))
         for worker in [each for each in self.workers if not each.process.is_alive()]:
-            self._replace(worker)  # it died while it had nothing to do: nobody's work is lost
+            self._replace(worker)  # it died while it had nothing to do
         note = self.shared.write(shared)
-        waiting = list(range(len(assignments)))[::-1]
+        waiting = [(place, TRIES) for place in range(len(assignments))][::-1]
         results: list[Any] = [None] * len(assignments)
-        busy: dict[Connection, tuple[_Worker, int]] = {}
+        busy: dict[Connection, tuple[_Worker, int, int]] = {}
 
         def hand_out(worker: _Worker) -> None:
-            if waiting:
-                place = waiting.pop()
+            while waiting and worker.pipe not in busy:
+                place, tries = waiting.pop()
                 message, tensors = assignments[place]
-                worker.send({**message, "shared": note, "note": worker.inbox.write(tensors())})
-                busy[worker.pipe] = (worker, place)
+                own_note = worker.inbox.write(tensors())
+                try:
+                    worker.send({**message, "shared": note, "note": own_note})
+                    busy[worker.pipe] = (worker, place, tries - 1)
+                except OSError:
+                    worker = lose(worker, place, tries - 1)
 
-        for worker in self.workers:
+        def lose(worker: _Worker, place: int, tries: int) -> _Worker:
+            """Put another worker in the place of a dead one, and its work back, which is done again from the start."""
+            if tries:
+                waiting.append((place, tries))
+            else:
+                results[place] = ClientError(f"its worker process died {TRIES} times (out of memory?)")
+            return self._replace(worker)
+
+        for worker in list(self.workers):
             hand_out(worker)
         while busy:
             for pipe in wait(list(busy)):
-                worker, place = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
+                worker, place, tries = busy.pop(pipe)  # pyright: ignore[reportArgumentType]
                 try:
-                    results[place] = self._result(worker, worker.receive())
-                except (EOFError, ConnectionResetError):
-                    results[place] = ClientError("its worker process died (out of memory?)")
-                    worker = self._replace(worker)
-                if isinstance(results[place], Problem) or (not forgiving and isinstance(results[place], Exception)):
-                    self.close()
-                    raise results[place]
-                hand_out(worker)
+                    answer = worker.receive()
+                except (EOFError, OSError):
+                    worker = lose(worker, place, tries)
+                else:
+                    results[place] = self._result(worker, answer)
+                if not isinstance(results[place], Problem) and (forgiving or not isinstance(results[place], Exception)):
+                    hand_out(worker)
+                else:  # the others need not go on
+                    waiting.clear()
+                    busy.clear()
+                    break
+        for (message, _), result in zip(assignments, results, strict=True):
+            if isinstance(result, Problem) or (not forgiving and isinstance(result, Exception)):
+                self.close()
+                raise self._told(message["run"], result, message.get("ids", []))
         return results
 
     def _result(self, worker: _Worker, answer: dict[str, Any]) -> Any:
-        if "error" in answer:
-            return (Problem if answer["problem"] else ClientError)(answer["error"])
-        return tree_map(torch.clone, worker.outbox.read(answer))
+        if "error" not in answer:
+            return tree_map(torch.clone, worker.outbox.read(answer))
+        error = (Problem if answer["problem"] else ClientError)(answer["error"])
+        error.add_note(answer["trace"])  # for --debug
+        return error
 
     def _replace(self, dead: _Worker) -> _Worker:
         place = self.workers.index(dead)
@@ -295,8 +354,14 @@ class Workers(Sequential):
         return stack(outcomes)
 
 
-def _serve(engine: Workers, pipe: Connection, parents: list[Connection], inbox: Memory, outbox: Memory) -> None:
+def _serve(
+    engine: Workers, parent: int, pipe: Connection, parents: list[Connection], inbox: Memory, outbox: Memory
+) -> None:
     """Do one assignment after another in a worker process, until the parent is gone."""
+    if sys.platform == "linux":  # also in the middle of a client's training
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it has gone already
+        return
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     for other in parents:
         other.close()  # or this end would never see the parent go
@@ -325,7 +390,7 @@ def _about(error: Exception) -> dict[str, Any]:
         error = Problem(
             "where there is a GPU, 'workers' cannot start once this process has trained: use another engine"
         )
+    trace = "".join(traceback.format_exception(error))
     if isinstance(error, Problem):
-        return {"error": str(error), "problem": True}
-    lines = "".join(traceback.format_exception(error))
-    return {"error": f"{type(error).__name__}: {error}\n{lines}", "problem": False}
+        return {"error": str(error), "trace": trace, "problem": True}
+    return {"error": reason_of(error), "trace": trace, "problem": False}

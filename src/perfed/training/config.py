@@ -32,7 +32,7 @@ class RunConfig:
     straggler_work: Literal["use", "discard"] = hyper("use", "what becomes of the work of stragglers")
     seed: int = hyper(0, "seed of everything random", at_least=0, at_most=2**31)
     engine: Literal["auto", "sequential", "workers", "vectorised"] = hyper("auto", "how a round is computed")
-    workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=4096)
+    workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=256)
     block: int = hyper(0, "clients at once in the engine 'vectorised' (0: the whole cohort)", at_least=0)
     compile: bool = hyper(False, "compile the steps of the engine 'vectorised' with torch.compile")
     fast: bool = hyper(True, "on a GPU: kernels for whole cohorts and recorded steps; off: PyTorch's own operations")
