@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import perfed
 
@@ -516,6 +517,16 @@ def test_a_pickle_for_a_model(refused, run):
     np.save("x.npy", np.zeros((1, 1, 8, 8)))
     refused("predict", "run", "--client", "client_00", "--input", "x.npy", says="model.safetensors")
     assert not Path("canary").exists()
+
+
+@pytest.mark.parametrize("content", ["nothing", "whole numbers", "other names"])
+def test_a_model_file_of_something_else(refused, run, content):
+    path = run / "fedavg" / "clients" / "client_00" / "model.safetensors"
+    state = {} if content == "nothing" else load_file(path)
+    change = {"whole numbers": lambda key, t: (key, t.long()), "other names": lambda key, t: (f"x.{key}", t)}
+    save_file(dict(change[content](key, t) for key, t in state.items()), path)
+    np.save("x.npy", np.zeros((1, 1, 8, 8)))
+    refused("predict", "run", "--client", "client_00", "--input", "x.npy", says="model.safetensors")
 
 
 GARBAGE = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import pickle
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from perfed.core.errors import Problem
-from perfed.data import catalog, load, sources
+from perfed.data import catalog, load, npz, sources
 from perfed.data.catalog import datasets
 from perfed.data.config import DataConfig
 from perfed.data.pool import TEST, TRAIN, VAL, Pool, checked, data_dir
@@ -544,6 +546,40 @@ def test_pickles_are_never_opened(tmp_path, form):
     assert not canary.exists()
 
 
+def bomb(path, count, shape=None):
+    """A small archive of `count` zeros, whose header may declare another shape."""
+    header = io.BytesIO()
+    about = {"descr": "<f8", "fortran_order": False, "shape": shape or (count, 1)}
+    np.lib.format.write_array_header_1_0(header, about)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as member:
+        member.write(header.getvalue())
+        for _ in range(count // 1_000_000):
+            member.write(bytes(8_000_000))
+
+
+def test_a_small_file_that_holds_very_much_is_not_read(tmp_path, monkeypatch):
+    """Neither one that does, nor one that says it does: the header is enough to know."""
+    path = tmp_path / "a.npz"
+    monkeypatch.setattr(npz, "USUAL_LIMIT", 7_000_000)
+    monkeypatch.setattr(np.lib.format, "read_array", lambda *_, **__: pytest.fail("it was read"))
+    bomb(path, 1_000_000)
+    with pytest.raises(Problem, match=r"a.npz of 0.0 MB declares 0.0 GB of arrays, and at most .* set PERFED_NPZ_GB"):
+        npz.read_npz(path)
+    for shape in ((10**9, 10**9), (-1, 5), (2_000_000, 1)):
+        bomb(path, 1_000_000, shape)
+        with pytest.raises(Problem, match=r"cannot be read as .npz .*damaged"):
+            npz.read_npz(path)
+    monkeypatch.undo()
+    bomb(path, 1_000_000)
+    assert npz.read_npz(path)["x"].shape == (1_000_000, 1)
+    monkeypatch.setenv(npz.LIMIT, "0.007")
+    with pytest.raises(Problem, match="set PERFED_NPZ_GB to more"):
+        npz.read_npz(path)
+    monkeypatch.setenv(npz.LIMIT, "much")
+    with pytest.raises(Problem, match="PERFED_NPZ_GB must be a number of gigabytes, not 'much'"):
+        npz.read_npz(path)
+
+
 X, Y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
 NAN = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])
 
@@ -588,9 +624,10 @@ def test_wrong_npz(tmp_path, arrays, sentence):
 def test_damaged_npz(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", **two(n=500))
     whole = (tmp_path / "a.npz").read_bytes()
-    for damaged in (whole[: len(whole) // 2], whole[:300] + b"\0" * 100 + whole[400:], b"", b"hello"):
+    magic = b"PJ" + whole[2:]  # numpy itself takes such a file for a pickle
+    for damaged in (whole[: len(whole) // 2], whole[:300] + b"\0" * 100 + whole[400:], b"", b"hello", magic, b"\0" * 9):
         (tmp_path / "a.npz").write_bytes(damaged)
-        with pytest.raises(Problem, match=r"a.npz (cannot be read as .npz|holds pickled)"):
+        with pytest.raises(Problem, match=r"a.npz cannot be read as .npz .*damaged"):
             own(tmp_path)
     with (tmp_path / "a.npz").open("wb") as file:
         np.save(file, np.zeros(3))

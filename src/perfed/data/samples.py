@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from perfed.core.errors import Problem
-from perfed.data.npz import need, read_npz
+from perfed.data.npz import need, read_npy, read_npz
 
 
 def read_samples(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -33,7 +33,7 @@ def read_samples(path: Path, shape: tuple[int, ...]) -> np.ndarray:
             if len(x) and np.isnan(x[0]).all():  # a line of headings
                 x = x[1:]
         else:
-            x = need(read_npz(path), ("x",), path)[0] if kind == ".npz" else _read_npy(path)
+            x = need(read_npz(path), ("x",), path)[0] if kind == ".npz" else read_npy(path)
     except ValueError as error:
         raise Problem(f"'{path}' cannot be read as {kind}: {' '.join(str(error).split())[:120]}") from None
     if x.dtype.kind not in "biuf":
@@ -44,11 +44,3 @@ def read_samples(path: Path, shape: tuple[int, ...]) -> np.ndarray:
     if x.ndim == 2 and x.shape[1] == int(np.prod(shape)):
         x = x.reshape(-1, *shape)
     return x
-
-
-def _read_npy(path: Path) -> np.ndarray:
-    try:
-        with path.open("rb") as file:
-            return np.lib.format.read_array(file, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError, OverflowError):  # numpy's own text advises to allow pickle; we do not
-        raise Problem(f"'{path}' cannot be read as .npy: it is damaged, or holds Python objects") from None

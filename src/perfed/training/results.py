@@ -52,7 +52,15 @@ class ClientModel:
             ) from None
         except (SafetensorError, OSError):
             raise Problem(f"'{self.path}' is damaged or not a model") from None
-        network = network.to(next(iter(state.values())).dtype)
+        known = network.state_dict()
+        real = [key for key in state if key in known and known[key].is_floating_point()]
+        if not real:
+            raise Problem(f"'{self.path}' holds none of the network's parameters")
+        for key in real:  # or they would be converted without a word
+            if not state[key].is_floating_point():
+                kind = str(state[key].dtype).removeprefix("torch.")
+                raise Problem(f"'{self.path}' holds {kind} numbers as '{key}', and a network's parameters are none")
+        network = network.to(state[real[0]].dtype)
         try:
             network.load_state_dict(network.state_dict() | state)
         except RuntimeError:
