@@ -25,7 +25,7 @@ RESULTS = HERE.parent / "results"
 SAMPLES = 25_000  # images in all, whatever the number of clients
 BUDGET = 64  # MB of states kept in memory
 COMMAND = (
-    "run fedavg --data synthetic --clients {clients} --synthetic-samples 20 --model mlr --epochs 1 --lr 0.02 "
+    "run {method} --data synthetic --clients {clients} --synthetic-samples 20 --model mlr --epochs 1 --lr 0.02 "
     "--participation {share} --rounds {rounds} --eval-every {rounds} --no-baseline"
 )
 
@@ -107,7 +107,8 @@ def memory(clients: int, megabytes: int) -> dict:
 
 def start(clients: int) -> dict:
     """Measure from the start of the process, imports and data included, until the first round begins."""
-    began, command = float(os.environ["BEGAN"]), COMMAND.format(clients=clients, share=10 / clients, rounds=1)
+    command = COMMAND.format(method="fedavg", clients=clients, share=10 / clients, rounds=1)
+    began = float(os.environ["BEGAN"])
     from perfed.cli import app
     from perfed.federation.federation import Federation
 
@@ -147,17 +148,17 @@ def rounds(few: int, many: int) -> dict:
     return {"cohort": 10, "cpu_ms_per_round": each, "ratio": round(median[many] / median[few], 3)}
 
 
-def whole(clients: int) -> dict:
+def whole(clients: int, method: str = "fedavg") -> dict:
     """Run the command itself, with 100 clients a round for 20 rounds, an evaluation of all and the report."""
     from perfed.training.folder import RunFolder
 
-    command = COMMAND.format(clients=clients, share=100 / clients, rounds=20)
+    command = COMMAND.format(method=method, clients=clients, share=100 / clients, rounds=20)
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         words = [Path(sys.executable).parent / "perfed", *command.split(), "--quiet", "--out", f"{folder}/run"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         wall, used = time.time() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-        times = RunFolder(Path(folder) / "run").method("fedavg").seconds()
+        times = RunFolder(Path(folder) / "run").method(method).seconds()
         size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
     return {
         "registered": clients,
@@ -199,6 +200,7 @@ PARTS = {
     "start": [("start", 10_000)] * 3,
     "rounds": [("rounds", 100, 10_000)],
     "whole": [("whole", 100_000)],
+    "pgfed": [("whole", 100_000, "pgfed")],
     "curves": [("curve", "cohort"), ("curve", "width")],
 }
 

@@ -1,7 +1,12 @@
 """Many clients: states that page to disk, cohorts, what is written, and errors found late."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -209,6 +214,35 @@ def test_a_run_with_little_memory_for_states_is_the_same(tmp_path):
     one, two = (perfed.run("ditto", out=tmp_path / str(mb), state_memory=mb, **settings) for mb in (0, 1))
     for name in ("metrics.jsonl", "result.json", "clients/client_02/model.safetensors"):
         assert (one.path / "ditto" / name).read_bytes() == (two.path / "ditto" / name).read_bytes()
+
+
+def measured(*call):
+    """What bench/scale.py measures in a process of its own."""
+    root = Path(__file__).parents[2]
+    words = [sys.executable, str(root / "bench" / "scale.py"), "--in-process", json.dumps(call)]
+    environment = os.environ | {"PYTHONPATH": str(root / "src")}
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])["peak_rss_mb"]
+
+
+@pytest.mark.slow
+def test_5000_clients_take_hardly_more_memory_than_100():
+    """Both with 64 MB for states, of which 100 clients have 25 MB and 5,000 have 1.2 GB."""
+    assert measured("memory", 5000, 64) - measured("memory", 100, 64) < 50
+
+
+@pytest.mark.slow
+def test_pgfed_trains_100_000_clients_in_2_gb():
+    """Its alpha as a matrix would be 40 GB."""
+    assert measured("whole", 100_000, "pgfed") < 2000
+
+
+def test_a_table_that_grows_to_its_limit_is_not_copied_when_it_is_full():
+    states = States(torch.zeros(2), budget=(8 * 1028, None))  # room for 1,028 rows, 64 of them for rows in use
+    for id in range(600):
+        states[id] = torch.full((2,), float(id))
+    assert len(states.shelves[0].table) == 1028 - 64
+    assert states.take([0, 599]).tolist() == [[0.0, 0.0], [599.0, 599.0]]
 
 
 @pytest.mark.gpu

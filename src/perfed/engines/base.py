@@ -33,7 +33,6 @@ from perfed.engines.trees import first_not_finite
 from perfed.wire.base import Transform
 from perfed.wire.identity import Identity
 
-ROWS_SAVED = 64  # clients' states that are in memory at a time when they are saved
 AT_ONCE = 1 << 26  # numbers that a sum on a GPU holds in float64 at a time
 
 
@@ -406,7 +405,7 @@ class Engine(ABC):
 
     # ------------------------------------------------------------------ clients' states
 
-    def save(self, run: int) -> tuple[list[int], Iterator[bytes]]:
+    def save(self, run: int) -> tuple[list[int], Iterator[memoryview]]:
         """Return the private states of a run's clients.
 
         Args:
@@ -416,7 +415,7 @@ class Engine(ABC):
             The clients that have a state, and their states as bytes, some rows at a time.
         """
         ids = list(self.states[run])
-        return ids, self.states[run].pieces(ids, ROWS_SAVED)
+        return ids, self.states[run].pieces(ids)
 
     def restore(self, run: int, ids: Sequence[int], read: Callable[[int], bytes]) -> None:
         """Replace all clients' states of a run by what `save` returned.
@@ -428,8 +427,7 @@ class Engine(ABC):
         """
         states = self.states[run]
         states.clear()
-        for first in range(0, len(ids), ROWS_SAVED):
-            clients = ids[first : first + ROWS_SAVED]
+        for clients in states.portions(ids):
             piece = bytearray(read(len(clients) * states.width))
             if len(piece) == len(clients) * states.width:
                 states.load(clients, torch.frombuffer(piece, dtype=torch.uint8).view(len(clients), -1))

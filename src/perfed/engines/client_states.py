@@ -21,6 +21,8 @@ from perfed.core.method import State
 from perfed.core.tree import flatten, rows, send, stack, tree_map, unflatten
 
 FEWEST = 16  # rows that a table begins with
+IN_USE = 64  # rows of a budget that are left free for copies in use, such as those of clients that are evaluated
+PORTION = 1 << 22  # bytes of rows that are in memory at a time when all are saved
 
 
 class States(MutableMapping[int, State]):
@@ -59,7 +61,7 @@ class States(MutableMapping[int, State]):
         self.parts = [(t.shape[1:], t.dtype, prod(t.shape[1:]) * t.element_size()) for t in leaves]
         self.width = sum(size for *_, size in self.parts)  # bytes of a row
         places = (self.device, torch.device("cpu"))[: len(budget)]
-        limits = [None if limit is None else limit // max(self.width, 1) for limit in budget]  # in rows
+        limits = [None if limit is None else _room(limit // max(self.width, 1)) for limit in budget]  # in rows
         self.shelves: list[_Shelf] = [
             _Memory(self.width, limit, place) for place, limit in zip(places, limits, strict=True)
         ]
@@ -98,10 +100,15 @@ class States(MutableMapping[int, State]):
             shelf.forget(ids)
         self._store(0, list(ids), packed)
 
-    def pieces(self, ids: Sequence[int], at_once: int) -> Iterator[bytes]:
-        """Yield the rows of these clients as bytes, `at_once` rows at a time, so that a copy of all is never held."""
-        for first in range(0, len(ids), at_once):
-            yield self._take(ids[first : first + at_once]).cpu().numpy().tobytes()
+    def pieces(self, ids: Sequence[int]) -> Iterator[memoryview]:
+        """Yield the rows of these clients as bytes, some rows at a time, so that a copy of all is never held."""
+        for some_ids in self.portions(ids):
+            yield self._take(some_ids).cpu().numpy().data
+
+    def portions(self, ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield as many of these clients at a time as are in memory at once when their rows are saved or loaded."""
+        at_once = max(1, PORTION // max(self.width, 1))
+        return (ids[first : first + at_once] for first in range(0, len(ids), at_once))
 
     def _take(self, ids: Sequence[int]) -> Tensor:
         out = None
@@ -109,11 +116,12 @@ class States(MutableMapping[int, State]):
             here = [row for row, id in enumerate(ids) if id in shelf.slot]
             if not here:
                 continue
-            packed = send(shelf.read([ids[row] for row in here]), self.device)
-            if len(here) == len(ids):
-                return packed  # all in one place: nothing to put together
+            if len(here) == len(ids):  # all in one place: nothing to put together
+                return send(shelf.read(ids), self.device)
             out = self._initial_rows(len(ids)) if out is None else out
-            out.index_copy_(0, send(torch.tensor(here), self.device), packed)
+            for places in self.portions(here):
+                packed = send(shelf.read([ids[row] for row in places]), self.device)
+                out.index_copy_(0, send(torch.tensor(places), self.device), packed)
         return self._initial_rows(len(ids)) if out is None else out
 
     def _initial_rows(self, count: int) -> Tensor:
@@ -181,6 +189,11 @@ class States(MutableMapping[int, State]):
         return sum(len(shelf.slot) for shelf in self.shelves)
 
 
+def _room(budget: int) -> int:
+    """Return the rows that are kept where there is room for so many, with those in use."""
+    return budget - min(budget // 4, IN_USE)
+
+
 class _Shelf:
     """Clients' rows at one place."""
 
@@ -223,7 +236,9 @@ class _Memory(_Shelf):
         slots, count = self._place(ids), len(self.table)
         if max(slots) >= count:
             more = max(FEWEST, 2 * count, max(slots) + 1)
-            larger = self.table.new_empty(more if self.limit is None else min(more, self.limit), self.width)
+            if self.limit is not None and 2 * more > self.limit:  # the last time: a nearly full table is not copied
+                more = self.limit
+            larger = self.table.new_empty(more, self.width)
             larger[:count] = self.table
             self.table = larger
         self.table.index_copy_(0, self._where(slots), send(packed, self.table.device))

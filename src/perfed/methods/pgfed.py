@@ -7,9 +7,9 @@ The gradients used in a round are those of the LAST cohort (the listing; eqs. 13
 gradients do not exist yet). f_i is a mean over samples, as in the authors' code (eq. 2 prints a sum). alpha is kept
 at or above 0 by `clamp`, which the paper asks for without a mechanism. The gradient sent up is the exact mean over the
 training data in eval mode; the code drops the last batch and stays in train mode. The server reads gradients and alpha
-client by client, so secure sums cover the models only. alpha is stored as a dense N x N matrix: it keeps its form from
-round to round, and takes less room than the personal models while N < P. Only M entries of a row travel. Gradients are
-kept for the last cohort only.
+client by client, so secure sums cover the models only. Of alpha the server keeps a matrix, and with more than 1,000
+clients only the pairs that it ever set: all others are at the start, 1 / M. Only M entries of a row travel. Gradients
+are kept for the last cohort only.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method
+from perfed.methods.shared.pairs import all_pairs, read_pairs, write_pairs
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,14 @@ class PGFed(Method):
     def init_server(self, clients):
         w, M = self.model.init(self.seed), self.cohort or clients
         last = {"ids": torch.full((M,), -1, device=w.device), "grads": w.new_zeros(M, len(w)), "c": w.new_zeros(M)}
-        return {"w": w, "alpha": w.new_full((clients, clients), 1 / M), **last}
+        return {"w": w, "alpha": all_pairs(clients, w.new_tensor(1 / M)), **last}
 
     def init_client(self):
         theta = self.model.init(self.seed)
         return {"theta": theta, "velocity": self.start(theta)} if self.keep_momentum else {"theta": theta}
 
     def broadcast(self, server, ids):
-        alpha = server["alpha"][ids][:, server["ids"].clamp_min(0)]  # [m, M]; empty places meet gradients of 0
+        alpha = read_pairs(server["alpha"], ids, server["ids"])  # [m, M]; empty places meet gradients of 0
         mean = self.mu * server["grads"].mean(0)
         mixed = self.mu * alpha @ server["grads"]  # [m, P], eq. 13
         return Down(shared={"w": server["w"], "mean": mean, "c": server["c"]}, own={"alpha": alpha, "mixed": mixed})
@@ -73,8 +74,8 @@ class PGFed(Method):
         return client, Up(mean=theta - w, own={"grad": g, "c": c, "alpha": alpha})
 
     def aggregate(self, server, cohort):
-        alpha, seen = server["alpha"].clone(), server["ids"] >= 0
-        alpha[cohort.ids[:, None], server["ids"][seen]] = cohort.own["alpha"][:, seen]
+        seen = server["ids"] >= 0
+        alpha = write_pairs(server["alpha"], cohort.ids, server["ids"][seen], cohort.own["alpha"][:, seen])
         free = len(server["ids"]) - len(cohort.ids)
         ids, c = pad(cohort.ids, (0, free), value=-1), pad(cohort.own["c"], (0, free))
         grads = pad(cohort.own["grad"], (0, 0, 0, free))
@@ -93,8 +94,9 @@ class PGFed(Method):
         return {"alpha": server["alpha"], "ids": server["ids"]}
 
     @staticmethod
-    def change(server):  # of alpha since the start (Figure 3)
-        return server["alpha"].double() - 1 / len(server["ids"])
+    def change(server):  # of alpha since the start (Figure 3), where it is a matrix
+        alpha = server["alpha"]
+        return alpha.double() - 1 / len(server["ids"]) if isinstance(alpha, torch.Tensor) else None
 
     def personalise(self, client, down, data):
         return client["theta"]

@@ -196,7 +196,10 @@ def matrix(protocol: Protocol, out: Path, column: str) -> Figure | None:
     cell = find_cell(protocol, out, column, protocol.own, 0)
     if not (cell.done and cell.training.server_file.is_file()):  # of a kept run, the scores may be all there is
         return None
-    change = PGFed.change(cell.training.server()).numpy()
+    change = PGFed.change(cell.training.server())
+    if change is None:
+        return None
+    change = change.numpy()
     train = np.array([client["train"] for client in cell.run.clients()["clients"]])
     order = np.argsort(train)
     change, train = change[np.ix_(order, order)], train[order]

@@ -188,8 +188,8 @@ def _average(summaries: list[dict[str, Any]]) -> dict[str, Any]:
 def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int]:
     """Count the bytes that stay from round to round: all that the server holds, and the private state of a client.
 
-    Counters are not counted. States keep their shapes, so this is their peak; what a round needs while it is computed
-    is the engine's affair.
+    Counters are not counted. States keep their shapes, so this is their peak (but for tables of pairs of more than
+    1,000 clients, which grow from nothing); what a round needs while it is computed is the engine's affair.
 
     Args:
         config: the run's configuration.
