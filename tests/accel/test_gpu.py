@@ -219,3 +219,19 @@ def test_failing_clients_and_all_scores(name):
             federation.step()
         ends.append(here((federation.server, dict(federation.engine.states[0]), federation.evaluate(full=True).tables)))
     assert checks.difference(ends[1], ends[0]) < 1e-9
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["fedavg", "moon", "fedrod"])
+def test_classes_have_weights_in_recorded_steps(full_precision, name):
+    weights, clients = (0.2, 5.0, 1.5), toy.toy_clients()
+    entry = methods()[name]
+    settings = {"epochs": 1, "batch_size": 4, "lr": 0.05}
+    make = lambda device, **more: entry.load()(Model(toy.plain_net, device=device, **more), **settings)
+    expected = checks.play(Sequential(Job(make("cpu", class_weights=weights), clients)), [(0, 2, 3)])
+    job = Job(make("cuda", class_weights=weights), clients.to("cuda"))
+    actual = checks.play(Recorded(job), [(0, 2, 3)])
+    moved = (expected.server - make("cpu").init_server(5)).norm()
+    assert (actual.server.cpu() - expected.server).norm() < 1e-3 * moved
+    plain = checks.play(Sequential(Job(make("cpu"), clients)), [(0, 2, 3)])
+    assert (plain.server - expected.server).norm() > 0.1 * moved

@@ -114,8 +114,18 @@ class Straight:
         return not self.dims or x.dim() == self.dims
 
     @torch.no_grad()
-    def grad(self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the mean cross-entropy, and the loss."""
+    def grad(
+        self, theta: Tensor, x: Tensor, y: Tensor, weight: Tensor | None, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the mean cross-entropy, and the loss.
+
+        Args:
+            theta: the model.
+            x: inputs.
+            y: labels.
+            weight: 0 for filling; None where every sample counts.
+            factor: what each sample's loss is multiplied by; None: nothing.
+        """
         theta = theta.contiguous()
         own = views(theta, self.like)
         seen = []
@@ -126,11 +136,12 @@ class Straight:
                 x, kept = layer.forward(x, own[layer.place], own[layer.place + 1] if layer.bias else None)
             seen.append(kept)
         logp = x.log_softmax(1)
-        if weight is None:
+        if weight is None and factor is None:
             value, count = _ATEN.nll_loss_forward.default(logp, y, None, 1, -100)
             d = _ATEN.nll_loss_backward.default(_one(logp.dtype, logp.device), logp, y, None, 1, -100, count)
         else:
-            share = weight / weight.sum()
+            share = torch.full_like(logp[:, 0], 1 / len(y)) if weight is None else weight / weight.sum()
+            share = share if factor is None else share * factor
             value = (F.nll_loss(logp, y, reduction="none") * share).sum()
             d = torch.zeros_like(logp).scatter_(1, y[:, None], -share[:, None])
         d = _ATEN._log_softmax_backward_data.default(d, logp, 1, logp.dtype)

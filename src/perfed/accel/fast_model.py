@@ -107,7 +107,8 @@ class FastModel(Model):
             return super().grad(theta, batch, loss, train)
         line = self._straight.get("train" if train else "eval") if loss is None else None
         if line is not None and line.fits(batch.x):
-            g, value = line.grad(theta, batch.x, batch.y, batch.weight)
+            factor = None if self.class_weights is None else self.class_weights[batch.y]
+            g, value = line.grad(theta, batch.x, batch.y, batch.weight, factor)
             return self._learned(g), (theta.detach() if self.Q else theta), value
         leaf = theta.detach().requires_grad_()
         with torch.enable_grad():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -92,6 +92,7 @@ class Model:
             is learned (no buffers, no frozen parameters), and all but the padding.
         layers: names of the modules that own parameters, in order.
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
+        class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Model:
         head: str = "",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        class_weights: Sequence[float] | None = None,
     ):
         """Make a model.
 
@@ -109,12 +111,14 @@ class Model:
             head: name of the module that is the head; empty: the last module with parameters.
             dtype: type of theta.
             device: where theta is.
+            class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
         """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
                 "Model needs a function that builds the network (each seed starts from its own), not a network"
             )
         self.build, self.dtype, self.device = build, dtype, torch.device(device)
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights, dtype=dtype, device=device)
         self._net = net = swap(self._fresh(seed=0)).to(self.device, dtype)
         frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
         net.requires_grad_(False)
@@ -196,7 +200,8 @@ class Model:
 
     def like(self, build: Callable[[], nn.Module]) -> Model:
         """Return a model of this kind for another network, which runs as it is written."""
-        return Model(build, dtype=self.dtype, device=self.device)
+        weights = None if self.class_weights is None else self.class_weights.tolist()
+        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights)
 
     # ------------------------------------------------------------------ from and to ordinary modules
 
@@ -319,7 +324,19 @@ class Model:
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch, and theta with fresh statistics if `train`."""
         out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
-        return average(self._losses(out, batch.y), batch.weight), theta
+        return average(self.by_class(self._losses(out, batch.y), batch.y), batch.weight), theta
+
+    def by_class(self, each: Tensor, y: Tensor) -> Tensor:
+        """Return the losses of samples, each times the weight of its class where classes have weights.
+
+        A method with a loss of its own calls it before it averages. The sum is divided by the number of samples, not by
+        their weights, so that the mean over all samples is the mean of any pieces.
+
+        Args:
+            each: [samples], the losses.
+            y: [samples], the classes.
+        """
+        return each if self.class_weights is None else each * self.class_weights[y]
 
     def _losses(self, out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out, y, reduction="none")

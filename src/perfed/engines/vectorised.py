@@ -238,6 +238,8 @@ def _refuse_unlike(jobs: Sequence[Job]) -> None:
             raise Problem("runs that train together need the same method and the same treatment of uploads")
         if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
             raise Problem("runs that train together need the same network, on one device")
+        if not _alike(theirs.class_weights, model.class_weights):
+            raise Problem("runs that train together need the same weights of classes")
     _varied(jobs)
 
 

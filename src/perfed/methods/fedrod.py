@@ -53,7 +53,7 @@ class FedRoD(Method):
     def balanced(self, log_pi, theta, batch, train):
         logits, fresh = self.model.apply(theta, batch.x, train, batch.weight, batch.key)
         each = cross_entropy(logits + self.gamma * log_pi, batch.y, reduction="none")
-        return average(each, batch.weight), fresh
+        return average(self.model.by_class(each, batch.y), batch.weight), fresh
 
     def step(self, carry, batch, log_pi):
         theta, v, H, u = carry

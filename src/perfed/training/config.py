@@ -47,6 +47,10 @@ class RunConfig:
         "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
     )
     train_scores: bool = hyper(False, "evaluations score the training samples, too: training loss and accuracy")
+    class_weights: Literal["none", "balanced"] = hyper(
+        "none",
+        "weight of a sample in the loss; balanced: all classes count alike over the training samples of all clients",
+    )
     wire: str = hyper("identity", "what happens to uploads on their way: see `perfed list wire`")
     quorum: float = hyper(
         0.5, "share of those asked who must send something usable, else a round is abandoned", at_least=0, at_most=1

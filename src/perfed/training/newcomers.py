@@ -39,7 +39,8 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     """
     result = run.result(name)
     clients = as_in_training(load_clients(data, run.config.run.seed), run.about)
-    method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]))
+    weights = run.about.get("class_weights")
+    method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]), class_weights=weights)
     method = dataclasses.replace(method, fine_tune=fine_tune)
     server = run.folder.method(name).server()
     engine = Sequential(Job(method, clients, seed=run.config.run.seed))

@@ -7,9 +7,10 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,34 @@ class Experiment:
 
     def method(self, entry: catalog.Entry) -> Method:
         """Return a method with its settings."""
-        return make_method(self.config, entry, self.network, len(self.clients), self.device)
+        return make_method(self.config, entry, self.network, len(self.clients), self.device, self.class_weights)
+
+    @cached_property
+    def class_weights(self) -> tuple[float, ...] | None:
+        """What a sample's loss is multiplied by, for each class; None: nothing."""
+        return balanced_weights(self.clients) if self.config.run.class_weights == "balanced" else None
+
+
+def balanced_weights(clients: Clients) -> tuple[float, ...]:
+    """Return weights with which every class that occurs has the same part in the loss; a sample weighs 1 on average.
+
+    They follow from the training samples of all clients together: a client's counts of labels are all that is needed.
+
+    Args:
+        clients: whose training samples count.
+    """
+    counts = torch.bincount(clients.train.y.cpu(), minlength=clients.classes).tolist()
+    each = sum(counts) / sum(count > 0 for count in counts)
+    return tuple(each / count if count else 0.0 for count in counts)
 
 
 def make_method(
-    config: Config, entry: catalog.Entry, network: Callable[[], nn.Module], clients: int, device: str = "cpu"
+    config: Config,
+    entry: catalog.Entry,
+    network: Callable[[], nn.Module],
+    clients: int,
+    device: str = "cpu",
+    class_weights: Sequence[float] | None = None,
 ) -> Method:
     """Make a method as a configuration describes it.
 
@@ -65,12 +89,14 @@ def make_method(
         network: builds the network.
         clients: how many there are in all.
         device: where its tensors are.
+        class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
 
     Returns:
         The method, with a model of its own.
     """
     run = config.run
-    model = Model(network, head=config.model.head, dtype=getattr(torch, run.precision), device=device)
+    dtype = getattr(torch, run.precision)
+    model = Model(network, head=config.model.head, dtype=dtype, device=device, class_weights=class_weights)
     kind, settings = entry.load(), config.settings(entry)
     try:
         numbers = {"cohort": cohort_size(clients, run.participation), "population": clients}
@@ -148,7 +174,7 @@ def create(experiment: Experiment, out: Path | None) -> Path:
     unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
     folder = RunFolder(out or Path("runs") / f"{name}_{unique}")
     folder.create()
-    folder.write_clients(describe(experiment.clients))
+    folder.write_clients(describe(experiment.clients, experiment.class_weights))
     folder.write_environment(environment(experiment))
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
     folder.write_config(_with_own_copies(dataclasses.replace(config, run=picked), folder))  # the last of all files
@@ -177,8 +203,13 @@ def reopen(
     return experiment
 
 
-def describe(clients: Clients) -> dict[str, Any]:
-    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
+def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> dict[str, Any]:
+    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same.
+
+    Args:
+        clients: the clients.
+        class_weights: those of the run, for whoever trains with its models later.
+    """
     digest = hashlib.sha256()
     for name in SPLITS:
         for tensor in (clients.split(name).x, clients.split(name).y):
@@ -197,6 +228,7 @@ def describe(clients: Clients) -> dict[str, Any]:
         "columns": clients.columns and list(clients.columns),
         "partition": clients.partition,
         "digest": digest.hexdigest(),
+        **({} if class_weights is None else {"class_weights": list(class_weights)}),
         "clients": listed,
     }
 
@@ -236,7 +268,8 @@ def check_same(experiment: Experiment, folder: RunFolder, notice: Callable[[str]
         folder: the run as it was.
         notice: is told what may change results in their last bits.
     """
-    before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients)))
+    before, now = folder.raw_clients(), describe(experiment.clients, experiment.class_weights)
+    now = json.loads(json.dumps(now))
     if before.get("labels") is None and now["labels"] == known_labels({**now, "labels": None}):
         now["labels"] = None  # before perfed 0.2, labels that are whole numbers had no names
     if differ := ", ".join(key for key in before if not _as_before(before[key], now.get(key))):

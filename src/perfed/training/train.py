@@ -64,6 +64,7 @@ def train(
                 else:
                     todo.append(run)
             batched = all(run.experiment.engine == "vectorised" and run.method.vectorised for run in todo)
+            batched = batched and len({run.experiment.class_weights for run in todo}) < 2  # else the losses differ
             for group in [todo] if batched and todo else [[run] for run in todo]:
                 diverged |= {run.run_folder.path: why for run, why in _train(group, console).items()}
     return diverged
