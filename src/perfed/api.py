@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from perfed.report.terminal import Terminal
 from perfed.training.config import Config, from_dict, place_flags
 from perfed.training.folder import RunFolder
 from perfed.training.prepare import Experiment, create, prepare, reopen
@@ -37,7 +38,7 @@ def run(*methods: str, out: str | Path | None = None, quiet: bool = True, **sett
         The finished run.
     """
     raw, threads = place_flags(settings, list(methods)), torch.get_num_threads()
-    console = Console(stderr=True, quiet=quiet)
+    console = Terminal(stderr=True, quiet=quiet)
     try:
         return start(from_dict(raw), None if out is None else Path(out), console)
     finally:

@@ -1,6 +1,7 @@
 """The command: every verb, its JSON, and where settings come from."""
 
 import dataclasses
+import io
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,8 +19,10 @@ from perfed import data, engines, models, wire
 from perfed.data.catalog import datasets, partitions
 from perfed.data.config import DataConfig
 from perfed.models.config import ModelConfig
+from perfed.report.terminal import Terminal
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, flags, from_dict, read_toml, to_toml
+from perfed.training.observers.progress import ProgressLine
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename
@@ -112,6 +116,39 @@ def test_help_needs_no_torch():
     text = "import sys; sys.argv = ['perfed', 'run', '--help']\nfrom perfed.cli import main\n"
     text += "try:\n    main()\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", text], check=True, timeout=60, capture_output=True)
+
+
+@pytest.mark.parametrize("verb", [*VERBS, "personalise", "partition show"])
+def test_a_group_of_a_help_fits_a_page(call, monkeypatch, verb):
+    """50 lines of 100 characters; and nothing in it is escaped for somebody else."""
+    monkeypatch.setenv("COLUMNS", "100")
+    out = call(*verb.split(), "--help")[1]
+    assert "\\" not in out
+    assert "--debug" in out
+    assert max(map(len, out.splitlines())) <= 100
+    groups = re.split(r"^\w[\w ]*:$", out, flags=re.MULTILINE)
+    assert max(group.strip("\n").count("\n") for group in groups) <= 50
+    if verb in ("run", "compare", "tune"):
+        titles = ["Arguments", "Options", "Data", "Partition", "Network", "Run", "Engine", "Training"]
+        assert [line[:-1] for line in re.findall(r"^\w[\w ]*:$", out, re.MULTILINE)] == titles
+
+
+def test_help_for_a_method(call, monkeypatch, tmp_path):
+    """Its own settings stand first; its file is read, not run. Words that are no methods change nothing."""
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "--debug" in call("--help")[1]
+    usual = call("run", "--help")[1]
+    out = call("run", "ditto,fedavg", "--data", "digits", "--help")[1]
+    assert "Settings of ditto alone:\n  --lam X  pull of the personal model towards the global one" in out
+    assert "Settings of fedavg alone:\n  none" in out
+    assert re.sub(r"Settings of (.|\n)*?\n\n", "", out) == usual
+    assert call("run", "dito", "./none.py", "-q", "--help")[1] == usual
+    assert "alone" not in call("check", "ditto", "--help")[1]
+    assert "[theta | alpha; default: theta]" in " ".join(call("tune", "pgfed", "--help")[1].split())
+    (tmp_path / "mine.py").write_text(
+        "from perfed.methods.fedavg import FedAvg\nclass Mine(FedAvg):\n    x: float = 1.0\n1 / 0\n"
+    )
+    assert "Settings of mine alone:\n  --x X  " in call("run", "./mine.py", "--help")[1]
 
 
 # ---------------------------------------------------------------------- list, doctor
@@ -239,6 +276,54 @@ def test_compare(answer, tmp_path):
     assert method["gain"]["better"] + method["gain"]["worse"] <= 8
     assert json.loads((tmp_path / "both" / "result.json").read_text()) == result
     assert "| FedAvg |" in (tmp_path / "both" / "compare.md").read_text()
+
+
+# ---------------------------------------------------------------------- what is shown is not obeyed
+
+ODD = """r'''[/red]$\\bad$: FedAvg :smile: \x1b[31m\u202e.'''
+from dataclasses import dataclass
+from perfed.methods.fedavg import FedAvg
+@dataclass(frozen=True)
+class Odd(FedAvg):
+    pass
+"""
+NAMES = ["[/red]", "$\\frac$", "a\x1b]0;evil\x07b", "x\u202ey", ":boom:", "[bold]"]
+
+
+def test_what_is_shown_is_not_obeyed(call, tmp_path, monkeypatch):
+    """Brackets, colons, dollars and escapes in names of folders, methods and clients, also in reports and pictures."""
+    draw = np.random.default_rng(0)
+    rows = [f'"{name}",{draw.normal():.3f},{draw.normal():.3f},{i % 2}' for name in NAMES for i in range(20)]
+    Path("t.csv").write_text("client,a,b,label\n" + "\n".join(rows) + "\n")
+    Path("odd.py").write_text(ODD)
+    words = ["--data", "folder", "--data-dir", "t.csv", "--rounds", "1", "--epochs", "1", "--engine", "sequential"]
+    for folder, shown in (("b[/b]", "b[/b]"), ("c[red]\x1b[2J", "c[red]\\x1b[2J")):
+        code, out, err = call("run", "./odd.py", *words, "--no-baseline", "--out", folder)
+        assert (code, err) == (0, "")
+        assert shown in out
+        assert "[/red]$\\bad$" in out
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", out)
+        report = (tmp_path / folder / "report" / "summary.md").read_text()
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", report)
+    code, out, err = call("models", folder)
+    assert (code, err) == (0, "")
+    assert all(name in out for name in ("[/red]", "$\\frac$", "a\\x1b]0;evil\\x07b", "x\\u202ey", ":boom:", "[bold]"))
+    code, out, err = call("partition", "show", "--data", "folder", "--data-dir", "t.csv", "--out", "p.png")
+    assert (code, err) == (0, "")
+    assert "[/red]" in out
+    assert "\x1b" not in out
+    ElementTree.parse("p.svg")
+    code, out, err = call("run", "\x1b[31mfedavg")
+    assert (code, err.count("\x1b"), "\\x1b[31mfedavg" in err) == (2, 0, True)
+
+
+def test_a_bar_shows_titles_as_they_are():
+    """On a terminal, where rich draws a bar."""
+    file = io.StringIO()
+    console = Terminal(file=file, force_terminal=True, width=120)
+    with ProgressLine(console, "[/red]\x1b[2J :boom:", 3):
+        pass
+    assert "[/red]\\x1b[2J :boom:" in file.getvalue()
 
 
 # ---------------------------------------------------------------------- a method of one's own

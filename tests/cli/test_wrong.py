@@ -78,7 +78,14 @@ WORDS = {
     "command": (["rnu"], ["'rnu'", "did you mean 'run'?"]),
     "option with a value": (["run", "--engin", "sequential"], ["engin", "did you mean 'engine'?"]),
     "option without a value": (["run", "--rouns"], ["--rouns", "did you mean 'rounds'?"]),
-    "option of another method": (["run", "fedavg", "--lam", "1"], ["'lam'"]),
+    "option of another method": (["run", "ditto", "--mu", "1"], ["'mu' is a setting of", "pgfed", "and ditto has lam"]),
+    "option of other methods": (["run", "fedavg,apfl", "--lamb", "1"], ["'lamb'"]),
+    "option of another, and nearly one": (["run", "ditto", "--la", "1"], ["did you mean 'lam'?"]),
+    "a file for a treatment": (["run", "--wire", "./x.py"], ["run.wire", "only methods and networks may be files"]),
+    "a file for data": (["run", "--data", "x.py"], ["data.name", "only methods and networks may be files"]),
+    "a file for a partition": (["run", "--partition", "a/b"], ["data.partition", "only methods and networks may be"]),
+    "underscores for dashes": (["run", "--data", "fashion_mnst"], ["did you mean 'fashion-mnist'?"]),
+    "more workers than anybody has": (["run", "--workers", "1000"], ["run.workers must be at most 256, not 1000"]),
     "option of another verb": (["list", "--rounds", "3"], ["--rounds"]),
     "value left out": (["run", "--rounds"], ["--rounds", "argument"]),
     "value of a method's option left out": (["run", "pgfed", "--mu"], ["--mu", "needs a value"]),
@@ -276,6 +283,12 @@ def test_method_files(refused, name):
 def test_method_file_called_local(refused):
     Path("local.py").write_text(METHOD.format(before="", inside="pass"))
     refused("run", "./local.py", *TINY, says="local.py")
+
+
+def test_the_name_of_a_method_file(refused):
+    """Without the dot and the end, it is the name of nothing."""
+    Path("mine.py").write_text(METHOD.format(before="", inside="pass"))
+    refused("run", "mine", *TINY, says=["there is no method 'mine'", "did you mean './mine.py'?"])
 
 
 def test_two_methods_of_one_name(refused):

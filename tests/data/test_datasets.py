@@ -24,6 +24,7 @@ from perfed.data.pool import TEST, TRAIN, VAL, Pool, checked, data_dir
 from perfed.data.sources.mnist_usps import resized
 from perfed.data.split import divide
 from perfed.report.partition import heading
+from perfed.training.config import from_dict
 
 
 def real(file):
@@ -970,3 +971,8 @@ def test_real_cifar10_in_the_papers_partitions():
     assert 40 <= sizes.min() < 1200
     assert 3000 < sizes.max() < 7000
     assert np.abs(np.array(pooled.test.size) / sizes - 0.25).max() < 0.02
+
+
+def test_names_may_have_underscores_for_dashes():
+    assert DataConfig(name="fashion_mnist") == DataConfig(name="fashion-mnist")
+    assert from_dict({"data": {"name": "mnist_usps"}}).data.name == "mnist-usps"

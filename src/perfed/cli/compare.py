@@ -53,7 +53,7 @@ def carry_out_comparison(comparison: Comparison, console: Console, json: bool) -
     console.print()
     console.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
     for line in remarks(result["methods"]):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if measures := comparison.measures():
         result["metrics"] = measures
         for table in measure_tables(measures, comparison.target):

@@ -28,5 +28,5 @@ def bench(
     from perfed.studies import bench  # imports torch
 
     study, console = bench.find(what), console_for(json)
-    measured = study.measure(repeats=repeats, quick=quick, say=lambda text: console.print(text, markup=False))
+    measured = study.measure(repeats=repeats, quick=quick, say=lambda text: console.print(text))
     answer(json, measured, () if json else study.report(measured))

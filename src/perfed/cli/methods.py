@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from perfed.cli.options import Json
-from perfed.cli.output import answer, console_for, print_json
+from perfed.cli.output import answer, complain, console_for, print_json
 from perfed.contract.template import write_method
 from perfed.training import catalog
 
@@ -32,10 +31,10 @@ def check(
     console, results = console_for(json), []
     for title, error in check_method(entry):
         results.append({"check": title, "ok": error is None, "error": error})
-        console.print(f"ok     {title}" if error is None else f"FAILED {title}: {error}", markup=False)
+        console.print(f"ok     {title}" if error is None else f"FAILED {title}: {error}")
     failed = sum(not result["ok"] for result in results)
     if json:
         print_json({"method": entry.name, "checks": results, "failed": failed})
     if failed:
-        sys.stderr.write(f"perfed: {entry.name} fails {failed} of {len(results)} checks\n")
+        complain(f"{entry.name} fails {failed} of {len(results)} checks")
         raise typer.Exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -23,8 +24,21 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", 
 MethodOfRun = Annotated[str | None, typer.Option("--method", help="Method of the run (default: the last one).")]
 Methods = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[METHOD]...", help="Names or files of methods, and settings of theirs: pgfed --mu 0.05."),
+    typer.Argument(
+        metavar="[METHOD]...",
+        help="Names or files of methods, and settings of theirs: pgfed --mu 0.05. With --help, METHOD shows them.",
+    ),
 ]
+
+
+PANELS = {"data": "Data", "model": "Network", "run": "Run", "train": "Training"}  # groups of settings, in a help
+# Parts of sections that would not fit a page.
+PARTS = {
+    "Partition": "partition clients alpha cap classes_per_client share_low share_high power_law log_sigma min_samples "
+    "partition_seed split test val stratify rotate noise relabel relabel_by relabel_groups team_order",
+    "Engine": "engine workers block compile fast tf32 device precision state_memory",
+}
+PANEL_OF = {name: panel for panel, names in PARTS.items() for name in names.split()}
 
 
 class Typed(NamedTuple):
@@ -97,16 +111,34 @@ def _settings(only_data: bool) -> dict[str, Any]:
     options = {}
     for name, (section, field) in flags().items():
         if not only_data or section == "data" or name == "seed":
-            options[name] = _option(str(field.type), field.default, field.metadata["meaning"])
+            options[name] = _option(
+                str(field.type), field.default, field.metadata["meaning"], PANEL_OF.get(name, PANELS[section])
+            )
     if not only_data:
-        options |= {name: _option(field.type, field.default, field.meaning) for name, field in catalog.common().items()}
+        for name, field in catalog.common().items():
+            options[name] = _option(str(field.kind), field.default, field.meaning, PANELS["train"])
     return options
 
 
-def _option(kind: str, default: Any, meaning: str) -> Any:
+def _option(kind: str, default: Any, meaning: str, panel: str) -> Any:
     """Return typer's description of an option; its value stays text until the configuration is made."""
-    shown = "" if default in ("", None) or "default" in meaning else f" [default: {str(default).lower()}]"
-    return Annotated[(bool if kind == "bool" else str) | None, typer.Option(help=meaning + shown)]
+    is_bool, text = "bool" in kind, described(kind, default, meaning)
+    metavar = None if is_bool else "N" if "int" in kind else "X" if "float" in kind else "TEXT"
+    return Annotated[(bool if is_bool else str) | None, typer.Option(help=text, metavar=metavar, rich_help_panel=panel)]
+
+
+def described(kind: str, default: Any, meaning: str) -> str:
+    """Return what a setting means, what may be chosen, and its default.
+
+    Args:
+        kind: its type as it is written.
+        default: its default.
+        meaning: what it means.
+    """
+    choices = re.findall(r"""['"]([^'"]+)['"]""", kind) if "Literal" in kind else []
+    notes = [" | ".join(choices)] if choices else []
+    notes += [f"default: {str(default).lower()}"] if default not in ("", None) and "default" not in meaning else []
+    return f"{meaning} [{'; '.join(notes)}]" if notes else meaning
 
 
 def split_words(words: list[str]) -> tuple[list[str], dict[str, str]]:

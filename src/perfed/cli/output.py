@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,13 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from perfed.core.words import visible
+from perfed.report.terminal import Terminal
+
 
 def console_for(json_wanted: bool, quiet: bool = False) -> Console:
     """Make the place for words for people: not where JSON goes."""
-    console = Console(stderr=json_wanted, quiet=quiet, soft_wrap=True, highlight=False)
+    console = Terminal(stderr=json_wanted, quiet=quiet, soft_wrap=True)
     if not console.is_terminal:
         console.width = 120  # a file or a pipe has no edge
     return console
@@ -36,7 +40,12 @@ def answer(json_wanted: bool, value: Any, lines: Iterable[str]) -> None:
         return
     console = console_for(json_wanted)
     for line in lines:
-        console.print(line, markup=False)
+        console.print(line)
+
+
+def complain(text: str) -> None:
+    """Say on standard error, in one line, what was wrong."""
+    sys.stderr.write(f"perfed: {visible(' '.join(text.split()))}\n")
 
 
 @contextmanager
@@ -59,7 +68,8 @@ def interruptible(resume: Callable[[], Path | None] = lambda: None) -> Iterator[
         yield
     except KeyboardInterrupt:
         folder = resume()
-        sys.stderr.write("\nstopped" + (f"; continue with: perfed resume {folder}\n" if folder else "\n"))
+        command = visible(f"; continue with: perfed resume {shlex.quote(str(folder))}") if folder else ""
+        sys.stderr.write(f"\nstopped{command}\n")
         raise typer.Exit(code) from None
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -68,7 +78,7 @@ def interruptible(resume: Callable[[], Path | None] = lambda: None) -> Iterator[
 def refuse_diverged(diverged: dict[str, str]) -> None:
     """End with exit code 1 and one sentence where training diverged; what came to an end is kept and shown."""
     if diverged:
-        sys.stderr.write("perfed: " + "; ".join(f"{method}: {why}" for method, why in diverged.items()) + "\n")
+        complain("; ".join(f"{method}: {why}" for method, why in diverged.items()))
         raise typer.Exit(1)
 
 

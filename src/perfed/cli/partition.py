@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from perfed.cli.help import Group, Verb
 from perfed.cli.options import Json, Typed, with_settings
 from perfed.cli.output import console_for, print_json
 from perfed.core.errors import Problem
 
-partitions = typer.Typer(help="How a data set becomes clients.", rich_markup_mode=None)
+partitions = typer.Typer(help="How a data set becomes clients.", rich_markup_mode=None, cls=Group)
 
 
 @partitions.callback(invoke_without_command=True)
@@ -22,7 +23,7 @@ def _help(context: typer.Context) -> None:
         sys.stdout.write(context.get_help() + "\n")
 
 
-@partitions.command()
+@partitions.command(cls=Verb)
 @partial(with_settings, only_data=True)
 def show(
     typed: Typed,
@@ -41,20 +42,20 @@ def show(
     from perfed.training.prepare import load_clients
 
     clients, console = load_clients(config.data, config.run.seed), console_for(json)
-    console.print(report.heading(clients, config.data), markup=False)
+    console.print(report.heading(clients, config.data))
     for notice in clients.notices:
-        console.print(notice, markup=False)
+        console.print(notice)
     console.print()
     console.print(rich_table(*report.lines(clients)), soft_wrap=False)
     console.print()
     for line in report.summary(clients):
-        console.print(line, markup=False)
+        console.print(line)
     written = []
     if out is not None:
         contents = report.pictures(clients, config.data) | {"csv": report.counts_csv(clients)}
         for kind, content in contents.items():
             written.append(str(out.with_suffix(f".{kind}") if kind != "png" else out))
             files.write(Path(written[-1]), content)
-        console.print(f"\nwritten  {'  '.join(written)}", markup=False)
+        console.print(f"\nwritten  {'  '.join(written)}")
     if json:
         print_json(report.as_dict(clients) | {"data": config.data.name, "files": written})

@@ -60,11 +60,11 @@ def table(
     console = console_for(json)
     if not console.is_terminal:
         console.width = 200
-    console.print(wanted.title + (f"\n{wanted.label}" if wanted.label else ""), markup=False)
+    console.print(wanted.title + (f"\n{wanted.label}" if wanted.label else ""))
     for each in wanted.columns:
-        console.print(f"\n{column_title(wanted, lines, each)}", markup=False)
+        console.print(f"\n{column_title(wanted, lines, each)}")
         console.print(rich_table(headings(wanted), cells(wanted, lines, each)), soft_wrap=False)
     for line in ["", *orders(wanted, lines), *chosen_on(wanted), *(f"written  {path}" for path in written)]:
-        console.print(line, markup=False)
+        console.print(line)
     if json:
         print_json({"table": wanted.name, "label": wanted.label, "lines": lines, "files": list(map(str, written))})

@@ -73,7 +73,7 @@ def _print_ending(run: Run, json: bool) -> None:
     console.print()
     console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
     for line in remarks(run.summary()):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     console.print(f"\nreport   {run.folder.report}")
     client, count = run.clients()[0], len(run.about["clients"])
     if not client.path.exists():

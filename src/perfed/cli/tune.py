@@ -100,7 +100,7 @@ def _print_result(console: Console, result: dict[str, Any]) -> None:
     """Print what was tried, best first, and how to use it."""
     for trial in sorted(result["tried"], key=lambda trial: -(trial["validation"] or 0)):
         score = "failed" if trial["validation"] is None else f"{trial['validation']:.4f}"
-        console.print(f"{score}  " + "  ".join(f"{k} {v}" for k, v in trial["settings"].items()), markup=False)
+        console.print(f"{score}  " + "  ".join(f"{k} {v}" for k, v in trial["settings"].items()))
     best = result["best"]["validation"]
-    console.print(f"\nbest validation accuracy {best:.4f} of {len(result['tried'])} tried", markup=False)
-    console.print(f"use      {result['use']}\nwritten  {'  '.join(result['files'])}\n", markup=False)
+    console.print(f"\nbest validation accuracy {best:.4f} of {len(result['tried'])} tried")
+    console.print(f"use      {result['use']}\nwritten  {'  '.join(result['files'])}\n")

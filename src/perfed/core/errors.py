@@ -10,6 +10,21 @@ class Problem(Exception):
     """Report bad input in one sentence: what, where, what is allowed. The command prints it and exits with 2."""
 
 
+class ClientError(RuntimeError):
+    """What a client failed with in another process, as a sentence; the traceback is a note of it."""
+
+
+def refuse_file(name: str, where: str) -> None:
+    """Refuse a path where the name of one of perfed's own members is wanted.
+
+    Args:
+        name: what was typed.
+        where: the setting.
+    """
+    if name.endswith(".py") or "/" in name:
+        raise Problem(f"{where}: '{name}' is a file, and only methods and networks may be files of your own")
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return '; did you mean X?' where something close to `word` is known, else what is known."""
     known = sorted(known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perfed.core.errors import Problem, nearest
+from perfed.core.errors import Problem, nearest, refuse_file
 from perfed.data.config import DataConfig
 from perfed.discover import constants, members, parse
 
@@ -32,6 +32,7 @@ def scheme(config: DataConfig) -> str:
     A data set's file may declare ONLY_PARTITION, where its clients are what it is about, or a USUAL_PARTITION.
     """
     chosen, declared = config.partition, constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
+    refuse_file(chosen, "data.partition")
     if chosen and chosen not in partitions():
         raise Problem(f"data.partition: there is no partition '{chosen}'{nearest(chosen, partitions())}")
     only = declared.get("ONLY_PARTITION", "")
@@ -42,6 +43,7 @@ def scheme(config: DataConfig) -> str:
 
 def check(config: DataConfig) -> None:
     """Refuse what can be refused without reading a data file."""
+    refuse_file(config.name, "data.name")
     if config.name not in datasets():
         raise Problem(f"data.name: there is no data set '{config.name}'{nearest(config.name, datasets())}")
     if config.split == "client" and config.test + config.val >= 1:

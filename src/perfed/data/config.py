@@ -58,6 +58,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         checked(self, "data")
+        for name in ("name", "partition"):  # two_words for two-words
+            object.__setattr__(self, name, getattr(self, name).replace("_", "-"))
 
     def renames(self) -> dict[str, str]:
         """Return what `labels` says each label is called; anything but pairs old=new is a Problem."""

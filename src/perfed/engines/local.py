@@ -14,7 +14,7 @@ from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, step_key
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -119,10 +119,6 @@ class Sequential(Engine):
         told = ClientError(f"{several} of {type(self.jobs[run].method).__name__}: {error}")
         told.__cause__ = error
         return told
-
-
-class ClientError(RuntimeError):
-    """What a client failed with in another process, as a sentence; the traceback is a note of it."""
 
 
 def reason_of(error: Exception) -> str:

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Down
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Evaluation, Job, Results, Training, Work
-from perfed.engines.local import ClientError, Sequential, reason_of
+from perfed.engines.local import Sequential, reason_of
 from perfed.engines.scores import Table, concatenate
 from perfed.engines.scoring import Piece
 from perfed.engines.trees import pack, unpack

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from perfed.core.words import visible
 from perfed.report.folder import up_to
 from perfed.report.tables import TextTable, markdown, remarks, score, signed, size
 from perfed.studies.compare import Comparison
@@ -29,8 +30,8 @@ def write_comparison(comparison: Comparison, runs: Sequence[Run], result: dict[s
         "Mean and deviation over seeds of the clients' mean test accuracy; gain, better, worse and p (Wilcoxon "
         "signed-rank) over all clients of all seeds, each against Local with the same client and seed."
     )
-    text = f"# {comparison.folder.name}\n\n{about}\n\n" + markdown(HEADINGS, lines(result))
-    text += "".join(f"\n{line}.\n" for line in remarks(result["methods"]))
+    text = f"# {visible(comparison.folder.name)}\n\n{about}\n\n" + markdown(HEADINGS, lines(result))
+    text += "".join(f"\n{visible(line)}.\n" for line in remarks(result["methods"]))
     files.write(comparison.report, text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from perfed.core.words import visible
 from perfed.report.picture import picture
 from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
 from perfed.training import files
@@ -25,12 +26,12 @@ def write_report(run: Run) -> Path:
     last = all(method["saved_round"] == method["rounds"] for method in run.summary())
     when = "last round" if last else "the round whose models are saved"
     about = (
-        f"# {run.path.name}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, network "
-        f"{run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
+        f"# {visible(run.path.name)}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, "
+        f"network {run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
         f"seed {config.seed}.\nAccuracy: {when}, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
-    below = "".join(f"\n{line}.\n" for line in remarks(run.summary())) + "\n![accuracy](accuracy.png)\n"
+    below = "".join(f"\n{visible(line)}.\n" for line in remarks(run.summary())) + "\n![accuracy](accuracy.png)\n"
     files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + below)
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))

@@ -13,10 +13,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from rich.markup import escape
 
 from perfed.core.clients import SPLITS, Clients
+from perfed.core.words import visible
 from perfed.data.config import DataConfig
+from perfed.report.picture import drawn
 from perfed.report.tables import TextTable, safe_cell
 
 STEPS = "▁▂▃▄▅▆▇█"
@@ -93,15 +94,15 @@ def lines(clients: Clients) -> TextTable:
         sizes = [str(clients.split(split).size[id]) for split in SPLITS]
         tail = [values[id] for values in extra.values()]
         classes, distance = str(measures["classes"][id]), f"{measures['emd_per_client'][id]:.3f}"
-        rows.append((escape(name), *sizes, classes, bar(train[id]), distance, *tail))
+        rows.append((name, *sizes, classes, bar(train[id]), distance, *tail))
     return ("client", *SPLITS, "classes", "training labels", "EMD", *extra), rows
 
 
 def label_table(clients: Clients) -> TextTable:
     """Return which client has how many samples of which label, in all splits together; what is too much is joined."""
     counts = np.sum([label_counts(clients, split) for split in SPLITS], axis=0)
-    names = [escape(name) for name in _labels(clients)[:MOST_LABELS]]
-    rows = [(escape(name), *row) for name, row in zip(clients.names[:MOST_ROWS], counts.tolist(), strict=False)]
+    names = _labels(clients)[:MOST_LABELS]
+    rows = [(name, *row) for name, row in zip(clients.names[:MOST_ROWS], counts.tolist(), strict=False)]
     if len(clients) > MOST_ROWS:
         rows.append((f"{len(clients) - MOST_ROWS} more", *counts[MOST_ROWS:].sum(axis=0).tolist()))
     rows.append(("all", *counts.sum(axis=0).tolist()))
@@ -167,7 +168,7 @@ def _draw(clients: Clients, data: DataConfig) -> Figure:
         axis.spines[:].set_visible(False)
         axis.set_xlim(-0.7, n - 0.3)
     _names(axes[-1], clients.names)
-    figure.suptitle(heading(clients, data), fontsize=11, color=INK, wrap=True)
+    figure.suptitle(drawn(heading(clients, data)), fontsize=11, color=INK, wrap=True)
     _settle(figure)
     return figure
 
@@ -210,7 +211,7 @@ def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> 
         empty = np.ma.masked_equal(share.T, 0)
         drawn = axis.imshow(empty, aspect="auto", interpolation="nearest", **shown)
     step = max(1, -(-classes // 25))
-    axis.set_yticks(range(0, classes, step), labels[::step], parse_math=False)
+    axis.set_yticks(range(0, classes, step), [visible(label) for label in labels[::step]], parse_math=False)
     axis.set_ylabel("label", color=INK, fontsize=9)
     side = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=30, fraction=0.03)
     side.set_label("share of the client's training samples", fontsize=8, color=MUTED)
@@ -246,7 +247,7 @@ def _strips(skews: dict[str, Any], domains: list[str] | None) -> list[tuple[str,
 def _strip(axis: Axes, title: str, groups: list[int], names: list[str]) -> None:
     for number, name in enumerate(names):
         places = [place for place, group in enumerate(groups) if group == number]
-        axis.bar(places, [1] * len(places), width=0.8, color=GROUPS[number % len(GROUPS)], label=name)
+        axis.bar(places, [1] * len(places), width=0.8, color=GROUPS[number % len(GROUPS)], label=drawn(name))
     axis.set_yticks([])
     axis.set_ylabel(title, color=INK, fontsize=9, rotation=0, ha="right", va="center")
     axis.legend(
@@ -256,7 +257,7 @@ def _strip(axis: Axes, title: str, groups: list[int], names: list[str]) -> None:
 
 def _names(axis: Axes, names: tuple[str, ...]) -> None:
     step = max(1, -(-len(names) // 40))
-    short = [name.removeprefix("client_") for name in names]
+    short = [visible(name).removeprefix("client_") for name in names]
     short = [name if len(name) <= 14 else f"{name[:13]}…" for name in short]
     long = max(map(len, short)) > 3
     axis.set_xticks(range(0, len(names), step), short[::step], rotation=90 if long else 0, parse_math=False)

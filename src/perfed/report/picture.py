@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from perfed.core.words import visible
 from perfed.training.prepare import BASELINE
 from perfed.training.results import Run
 
@@ -21,6 +22,11 @@ Looks = dict[str, dict[str, Any]]  # method -> colour and style of its lines
 def line_style(index: int) -> dict[str, Any]:
     """Return how a line is drawn; all colours come before the next style."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index // len(COLOURS) % len(STYLES)]}
+
+
+def drawn(text: str) -> str:
+    """Return text from outside as matplotlib shows it letter by letter: dollars are no formula."""
+    return visible(text).replace("$", r"\$")
 
 
 def picture(run: Run) -> bytes:
@@ -35,7 +41,7 @@ def picture(run: Run) -> bytes:
     looks = {name: line_style(index) for index, name in enumerate(run.entries)}
     for name, entry in run.entries.items():
         rounds, accuracy = run.curve(name)
-        axes[0].plot(rounds, accuracy, label=entry.title, marker="o" if len(rounds) < 3 else None, **looks[name])
+        axes[0].plot(rounds, accuracy, label=drawn(entry.title), marker="o" if len(rounds) < 3 else None, **looks[name])
     axes[0].set(xlabel="round", ylabel="mean test accuracy over clients", title="Accuracy")
     _spread(axes[1], run, looks)
     if gains:

@@ -15,7 +15,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from perfed.methods.pgfed import PGFed
-from perfed.report.picture import COLOURS, line_style
+from perfed.report.picture import COLOURS, drawn, line_style
 from perfed.studies.papers.cells import cells_of, find_cell
 from perfed.studies.papers.protocol import Protocol
 from perfed.studies.papers.rank_agreement import correlation
@@ -68,7 +68,7 @@ def _new(
     )  # the labels of images need room
     axes = figure.subplots(1, panels, squeeze=False)[0]
     head = f"{protocol.title.partition(':')[0]}: {protocol.columns[column].title}"
-    figure.suptitle(head, fontsize=10)
+    figure.suptitle(drawn(head), fontsize=10)
     return figure, axes
 
 
@@ -97,7 +97,7 @@ def _plot(protocol: Protocol, axes: Any, curves: dict[str, Curve]) -> None:
         look = line_style(index) | {"linewidth": 2.4 if row == protocol.own else 1.4}
         if protocol.rows[row].plain:  # often under another curve: dashes let it through
             look |= {"linestyle": (0, (3, 2 + index % 3)), "linewidth": 2.0}
-        axes.plot(x, mean, label=protocol.rows[row].title, **look)
+        axes.plot(x, mean, label=drawn(protocol.rows[row].title), **look)
         axes.fill_between(x, mean - std, mean + std, color=look["color"], alpha=0.15, linewidth=0)
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -137,7 +137,9 @@ def over_bytes(protocol: Protocol, out: Path, column: str) -> Figure | None:
     figure, (axes,) = _new(protocol, column)
     _plot(protocol, axes, sending)
     for row in every.keys() - sending.keys():
-        axes.axhline(every[row][1][-1], color="black", linestyle=":", label=f"{protocol.rows[row].title}, nothing sent")
+        axes.axhline(
+            every[row][1][-1], color="black", linestyle=":", label=drawn(f"{protocol.rows[row].title}, nothing sent")
+        )
     axes.set(xlabel="bytes sent, both directions", ylabel=f"{protocol.metric} test accuracy", xscale="log")
     _legend(figure, axes)
     return figure
@@ -234,10 +236,10 @@ def alpha(protocol: Protocol, out: Path, column: str) -> Figure | None:
     if not watched:
         return None
     clients = next(iter(watched.values()))[0][1].shape[1]
-    drawn = " or ".join(map(str, sorted(first)))
-    head = f"{protocol.columns[column].title}\nweights of the branches, seed {drawn}; one panel per client"
+    seeds = " or ".join(map(str, sorted(first)))
+    head = f"{protocol.columns[column].title}\nweights of the branches, seed {seeds}; one panel per client"
     figure = Figure(figsize=(1.35 * clients, 2.1 * len(watched) + 0.8), layout="constrained")
-    figure.suptitle(head, fontsize=10)
+    figure.suptitle(drawn(head), fontsize=10)
     grid = figure.subplots(len(watched), clients, squeeze=False, sharex=True, sharey=True)
     for panels, (row, seeds) in zip(grid, watched.items(), strict=True):
         rounds, values = seeds[0]

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from perfed.core.errors import few
+from perfed.core.words import visible
 from perfed.federation.faults import in_words
 from perfed.training.results import Run
 
@@ -111,7 +112,7 @@ def rich_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], columns: 
 
 def markdown(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """Make a table in Markdown."""
-    safe = lambda cell: cell.replace("|", "\\|").strip()
+    safe = lambda cell: visible(cell).replace("|", "\\|").replace("\n", " ").strip()
     text = [" | ".join(map(safe, line)) for line in (headings, ("---",) * len(headings), *rows)]
     return "".join(f"| {line} |\n" for line in text)
 
@@ -136,7 +137,7 @@ def safe_cell(name: str) -> str:
 
 def plain_text(text: str) -> str:
     """Return text from outside in one line, without what ends a piece of code in Markdown."""
-    return text.replace("`", "'").replace("\n", " ").replace("\r", " ")
+    return visible(text.replace("`", "'").replace("\n", " ").replace("\r", " "))
 
 
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
@@ -151,7 +152,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     labels = ", ".join(f"{label} ({client.get('labels', {}).get(label, 0)})" for label in names[:LABELS])
     labels += f" and {len(names) - LABELS} more" * (len(names) > LABELS)
     return (
-        f"# Model of client `{name}`, trained with {summary['title']}\n\n"
+        f"# Model of client `{name}`, trained with {visible(summary['title'])}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
         f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
         f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"

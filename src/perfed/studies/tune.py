@@ -123,7 +123,7 @@ def tune(
 
     def score(batch: list[Settings]) -> list[Score]:
         words = "; ".join(", ".join(f"{key} {value}" for key, value in settings.items()) for settings in batch)
-        console.print(f"[{len(tried) + len(batch)}] {task.name}: {words}", markup=False, highlight=False)
+        console.print(f"[{len(tried) + len(batch)}] {task.name}: {words}")
         scores = _scores(task, batch, console, seeds, machine)
         tried.extend({"settings": settings, **each} for settings, each in zip(batch, scores, strict=True))
         _write(task.out, about)

@@ -112,7 +112,8 @@ def find(name: str) -> Entry:
             raise Problem(f"there is no method file '{name}'")
         return _read(path.resolve())
     if name not in names():
-        raise Problem(f"there is no method '{name}'{nearest(name, names())}")
+        own = f"; did you mean './{name}.py'?" if Path(f"{name}.py").is_file() else nearest(name, names())
+        raise Problem(f"there is no method '{name}'{own}")
     return _shipped(METHODS / f"{name}.py")
 
 

@@ -67,6 +67,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checked(self, "run")
+        object.__setattr__(self, "wire", self.wire.replace("_", "-"))  # as every name of a member
 
 
 DEFAULT_METHODS = ("local", "fedavg", "pgfed")
@@ -228,6 +229,18 @@ def new_folder(folder: Path) -> None:
         raise Problem(f"cannot make the folder '{folder}': {error.strerror}") from None
 
 
+def _refuse_of_others(name: str, entries: list[catalog.Entry]) -> None:
+    """Refuse a setting that methods have which are not in the run; say what those of the run have instead."""
+    others = [entry.name for entry in catalog.methods().values() if name in entry.fields]
+    if others and name not in catalog.RUN_SETS:
+        usual = {*catalog.common(), *catalog.RUN_SETS}
+        own = {entry.name: [key for key in entry.fields if key not in usual] for entry in entries}
+        has = [f"{method} has {', '.join(keys) or 'no settings of its own'}" for method, keys in own.items()]
+        close = nearest(name, [key for keys in own.values() for key in keys])
+        hint = close if "did you mean" in close else ""
+        raise Problem(f"'{name}' is a setting of {', '.join(others)}, and {'; '.join(has)}{hint}")
+
+
 @cache
 def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     """Return the options of the command line that the sections' fields make: name -> (section, field)."""
@@ -268,6 +281,7 @@ def place_flags(settings: dict[str, Any], methods: list[str], raw: dict[str, Any
                 own = _table(raw.setdefault("method", {}), "method").setdefault(method, {})
                 _table(own, f"method.{method}")[name] = value
         else:
+            _refuse_of_others(name, [catalog.find(method) for method in _names(raw)])
             known = {*flags(), *catalog.common(), *owners} - set(catalog.RUN_SETS)
             raise Problem(f"there is no option '{name}'{nearest(name, known | {'seed'})}")
     return raw

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfed.core.errors import Problem, nearest
+from perfed.core.errors import Problem, nearest, refuse_file
 from perfed.discover import load_member, members
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def check(name: str) -> None:
     Args:
         name: what a configuration says.
     """
+    refuse_file(name, "run.wire")
     if name not in treatments():
         raise Problem(f"run.wire: there is no treatment of uploads '{name}'{nearest(name, treatments())}")
 

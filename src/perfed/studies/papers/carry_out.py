@@ -40,7 +40,7 @@ def carry_out(protocol: Protocol, out: Path, console: Console, machine: Machine)
         column, row = protocol.columns[cells[0].column], protocol.rows[cells[0].row]
         seeds = ", ".join(str(cell.seed) for cell in cells)
         title = f"[{count}/{len(missing)}] {column.title}, {row.title}, seed {seeds}"
-        console.print(title, highlight=False, markup=False)
+        console.print(title)
         configs = [protocol.config(cell.column, cell.row, cell.seed) for cell in cells]
         run_cells(cells, configs, console, machine, row.watch)
 
@@ -77,7 +77,7 @@ def run_cells(
     diverged = train(experiments, [cell.folder for cell in cells], console, MixtureLog if watch else None)
     for cell, experiment in zip(cells, experiments, strict=True):
         if cell.folder in diverged:
-            console.print(diverged[cell.folder], highlight=False, markup=False)
+            console.print(diverged[cell.folder])
             cell.note_divergence(diverged[cell.folder])
         elif cell.first:
             score_newcomers(prepare(experiment.config), cell)

@@ -8,6 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from perfed.core.words import visible
 from perfed.engines.scores import PERSONAL
 from perfed.training.observers import Round
 
@@ -18,14 +19,15 @@ class ProgressLine:
     """Shows rounds done and the current mean accuracy of the personalised models."""
 
     def __init__(self, console: Console, title: str, rounds: int, done: int = 0):
-        self.console, self.title, self.rounds = console, f"{title:<10}", rounds
+        self.console, self.title, self.rounds = console, f"{visible(title):<10}", rounds
         self.accuracy, self.began = "", time.monotonic()
         self.printed = self.began
         self.bar = None
         if console.is_terminal:
             words = ["{task.description}", "{task.fields[accuracy]}"]
             middle = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-            self.bar = Progress(TextColumn(words[0]), *middle, TextColumn(words[1]), console=console)
+            plain = [TextColumn(text, markup=False) for text in words]
+            self.bar = Progress(plain[0], *middle, plain[1], console=console)
             self.task = self.bar.add_task(self.title, total=rounds, completed=done, accuracy="")
 
     def __enter__(self) -> ProgressLine:
