@@ -1,6 +1,7 @@
 """The papers' tables: their files, their arithmetic, and one small table from end to end."""
 
 import dataclasses
+import errno
 import json
 import re
 import tarfile
@@ -490,6 +491,49 @@ def test_the_whole_grid_is_tried_on_validation_samples(tmp_path):
     other = dataclasses.replace(base, run=dataclasses.replace(base.run, rounds=2))
     with pytest.raises(Problem, match="was run with other settings"):  # not taken for what is asked now
         tune.tune(tune.for_run(other, {"lr": [0.05]}, tmp_path), QUIET)
+
+
+def tuning(method, grid, out, engine="sequential"):
+    """A small search."""
+    from perfed.training.config import from_dict
+
+    run = {"rounds": 1, "engine": engine, "fast": False}
+    raw = {"data": {"clients": 3}, "model": {"name": "mlr"}, "run": run, "train": {"epochs": 1}}
+    return tune.for_run(from_dict({"methods": [method], **raw}), grid, out)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("method", "grid", "problem"),
+    [("feddyn", {"lr": [0.05, 1e3]}, "feddyn diverges unless"), ("pfedmt", {"teams": [2, 9]}, "pfedmt cannot make 9")],
+)
+def test_a_trial_fails_by_its_own_settings(tmp_path, engine, method, grid, problem):
+    """And not those of its batch with it, whether it is known before the first round or in it."""
+    tried = tune.tune(tuning(method, grid, tmp_path, engine), QUIET)["tried"]
+    assert [one["validation"] is None for one in tried] == [False, True]
+    assert [one["problem"].startswith(problem) for one in tried] == [False, True]
+
+
+def test_what_is_not_a_trials_own_failure_ends_the_search(tmp_path, monkeypatch):
+    """Another process in its folder, a full disk, a log that is gone: choosing without it would be choosing wrong."""
+    task = tuning("fedavg", {"lr": [0.05, 0.0001]}, tmp_path / "a")
+    tune.tune(task, QUIET)
+    (log,) = tmp_path.glob("a/*0_0001*/seed_0/fedavg/metrics.jsonl")
+    log.unlink()
+    with pytest.raises(Problem, match="has no scores: the run's log is missing or empty"):
+        tune.tune(task, QUIET)
+    for folder, name, error in (("b", "train", Problem("another process is working in 'x'")),
+                                ("c", "reopen", Problem("cannot write 'x': No space left on device")),
+                                ("d", "train", OSError(errno.ENOSPC, "No space left on device"))):  # fmt: skip
+
+        def refuse(*_, error=error):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setitem(tune.run_cells.__globals__, name, refuse)
+            with pytest.raises(type(error), match=r"another process|No space left"):
+                tune.tune(tuning("fedavg", {"lr": [0.05, 0.0001]}, tmp_path / folder), QUIET)
+        assert not (tmp_path / folder / "tune.csv").exists()
 
 
 def test_trials_that_differ_in_lr_alone_are_one_batch(tmp_path, monkeypatch):

@@ -10,6 +10,10 @@ class Problem(Exception):
     """Report bad input in one sentence: what, where, what is allowed. The command prints it and exits with 2."""
 
 
+class SettingsProblem(Problem):
+    """Report settings of a method that do not go together, or not with the data and the network: others may."""
+
+
 class ClientError(RuntimeError):
     """What a client failed with in another process, as a sentence; the traceback is a note of it."""
 

@@ -10,7 +10,7 @@ from itertools import islice, zip_longest
 import torch
 from torch import Tensor
 
-from perfed.core.errors import Problem
+from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.messages import Cohort, Down, Uploads
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
@@ -84,7 +84,10 @@ class Federation:
 
     def __post_init__(self) -> None:
         if self.server is None:
-            self.server = self.method.init_server(len(self.clients))
+            try:
+                self.server = self.method.init_server(len(self.clients))
+            except Problem as problem:  # such as more teams than clients
+                raise SettingsProblem(str(problem)) from problem
         self.answers = Answers([], [])  # of the round that is going on, or of the last one
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known

@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from perfed import __version__
-from perfed.core.errors import Problem
+from perfed.core.errors import Problem, SettingsProblem
 from perfed.studies import measures
 from perfed.studies.machine import Machine
 from perfed.studies.papers import protocol
@@ -169,8 +169,10 @@ def _scores(task: Task, batch: list[Settings], console: Console, seeds: int, mac
     try:
         if left:
             run_cells(left, [configs[cell] for cell in left], console, machine)
-    except Problem as problem:  # settings that do not go together: that is an answer, too
-        return [{"validation": None, "round": None, "problem": str(problem)} for _ in batch]
+    except SettingsProblem as problem:  # that is an answer, too; any other Problem ends the search
+        if len(batch) > 1:  # it may be that of one of them
+            return [score for settings in batch for score in _scores(task, [settings], console, seeds, machine)]
+        return [{"validation": None, "round": None, "problem": str(problem)}]
     return [_score(cells) for cells in trials]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from perfed import __version__
 from perfed.core.clients import SPLITS, Clients
-from perfed.core.errors import Problem
+from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.data import load
@@ -101,6 +101,8 @@ def make_method(
     try:
         numbers = {"cohort": cohort_size(clients, run.participation), "population": clients}
         return kind(model, **settings, seed=run.seed, **numbers)
+    except Problem as problem:
+        raise SettingsProblem(str(problem)) from problem
     except TypeError as error:  # a function that it must have is missing, or @dataclass(frozen=True)
         raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
 
