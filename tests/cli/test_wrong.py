@@ -339,9 +339,9 @@ def spoil(**changed):
     return lambda: save(**{**good(), **changed})
 
 
-def with_nan():
+def infinite():
     x = good()["x"]
-    x[7, 1] = np.nan
+    x[7, 1] = np.inf
     save(x=x, y=good()["y"])
 
 
@@ -378,7 +378,7 @@ FOLDERS = {
     "pickle": (text("", "data/a.pkl"), "can run code"),
     "objects": (lambda: save(x=np.array([Bomb()] * 4, dtype=object), y=np.zeros(4)), "pickled"),
     "objects as labels": (lambda: save(x=np.zeros((4, 2)), y=np.array([Bomb()] * 4, dtype=object)), "pickled"),
-    "nan": (with_nan, "row 7"),
+    "inf": (infinite, "row 7"),
     "lengths": (spoil(y=np.zeros(19)), "(19,)"),
     "negative label": (spoil(y=np.full(20, -1)), "label -1"),
     "label that is a fraction": (spoil(y=np.full(20, 0.5)), "label 0.5"),
@@ -391,7 +391,7 @@ FOLDERS = {
     "nothing to test on": (only_one_sample_each, "no client has a test sample"),
     "no test samples": (no_test_samples, "no client has a test sample"),
     "table without a client column": (text("label,f\n0,1\n"), "no column 'client'"),
-    "table with a word": (text("client,label,f\na,0,one\n"), "line 2"),
+    "table with a word": (text("client,label,f\na,0,1\na,1,one\n"), "line 3"),
     "table with a short line": (text("client,label,f\na,0\n"), "line 2"),
 }
 

@@ -432,8 +432,8 @@ def test_har_without_file(tmp_path):
 # --- the user's own folder ------------------------------------------------------------------------------------------
 
 
-def own(folder, **settings):
-    return load(DataConfig(name="folder", dir=str(folder), **settings), 0)
+def own(folder, normalise="none", **settings):
+    return load(DataConfig(name="folder", dir=str(folder), normalise=normalise, **settings), 0)
 
 
 def two(n=20, d=3, seed=0):
@@ -582,7 +582,7 @@ def test_a_small_file_that_holds_very_much_is_not_read(tmp_path, monkeypatch):
 
 
 X, Y = np.zeros((4, 2)), np.array([0, 1, 0, 1])
-NAN = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])
+INF = np.array([[0, 0], [0, 0], [0, np.inf], [0, 0]])
 
 
 @pytest.mark.parametrize(
@@ -598,10 +598,10 @@ NAN = np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])
         (dict(x=Y, y=Y), r"client 'b' \(b.npz\): x must be numbers \[n, ...\], not int64 of shape \(4,\)"),
         (dict(x=X.astype(str), y=Y), r"client 'b' \(b.npz\): x must be numbers"),
         (dict(x=X, y=Y * 1j), r"client 'b' \(b.npz\): labels must be whole numbers or text, not complex128"),
-        (dict(x=NAN, y=Y), r"client 'b', row 2 of x in b.npz: a feature is not a finite number"),
+        (dict(x=INF, y=Y), r"client 'b', row 2 of x in b.npz: a feature is not a finite number"),
         (dict(x=X + 1e300, y=Y), r"client 'b', row 0 of x in b.npz: a feature is not a finite number"),
         (
-            dict(x_train=X, y_train=Y, x_test=NAN, y_test=Y),
+            dict(x_train=X, y_train=Y, x_test=INF, y_test=Y),
             r"client 'b', row 2 of x_test in b.npz: a feature is not a finite number",
         ),
         (dict(x=X, y=[0, 1, -1, 0]), r"client 'b', row 2 of y in b.npz: the label -1 is not a whole number from 0"),
@@ -644,13 +644,16 @@ GOOD = "label,u\n0,1\n1,2\n0,3\n"
     [
         ("u\n1\n", r"b.csv has no column 'label' \(it has: u\)"),
         ("label,u,client\n0,1,x\n", r"b.csv has the column 'client' though each of the files here is one client"),
-        ("label,v\n0,1\n", r"b.csv does not have the same columns as the files before it: u, v"),
+        ("label,v\n0,1\n", r"b.csv does not have the same columns as a.csv: u, v"),
         ("label,u,u\n0,1,2\n", r"b.csv has two columns named 'u'"),
         ("label,u\n0,1\n1,2,3\n", r"b.csv, line 3: 3 values for 2 columns"),
         ("label,u\n0,1\n,2\n", r"b.csv, line 3: the column 'label' is empty"),
         ("label,u\n0,1\n\n1,two\n", r"client 'b', line 4 in b.csv: 'two' in column 'u' is not a number"),
-        ("label,u\n0,1\n1,\n", r"client 'b', line 3 in b.csv: '' in column 'u' is not a number"),
-        ("label,u\n0,1\n1,nan\n", r"client 'b', line 3 in b.csv: a feature is not a finite number"),
+        (
+            "label,u\n0,1\n1,12 mmHg\n",
+            r"line 3 in b.csv: '12 mmHg' in column 'u' is not a number, though '1'",
+        ),
+        ("label,u\n0,1\n1,inf\n", r"client 'b', line 3 in b.csv: a feature is not a finite number"),
         ("label,u\n0,1\n-2,1\n", r"client 'b', line 3 in b.csv: the label -2 is not a whole number"),
         ("label,u\n0,1\n1.5,1\n", r"client 'b', line 3 in b.csv: the label 1.5 is not a whole number"),
         ("", r"b.csv is empty"),

@@ -365,7 +365,7 @@ def test_data_network_and_method_of_the_user(here):
     assert config["model"]["name"] == "files/net.py:make"
     assert config["method"]["mine"]["part"] == 0.25
     run = perfed.load("run")
-    assert run.client("b").model()[1].running_mean.abs().sum() > 0  # statistics are saved, too
+    assert run.client("b").model().network[1].running_mean.abs().sum() > 0  # statistics are saved, too
     x = np.load("data/b.npz")["x"]
     expected = run.client("b").predict(x).tolist()
 

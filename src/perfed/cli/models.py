@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from perfed.cli.options import Json, MethodOfRun, Out, RunFolder, Sets
-from perfed.cli.output import answer
+from perfed.cli.output import answer, console_for
 from perfed.core.errors import Problem
 from perfed.data import check
 from perfed.training.config import assign, from_dict
@@ -28,16 +28,22 @@ def models(run: RunFolder, method: MethodOfRun = None, json: Json = False) -> No
 def predict(
     run: RunFolder,
     client: Annotated[str, typer.Option(help="The client's name.")],
-    input: Annotated[Path, typer.Option(help=".npz with x, .npy, or .csv with one sample per line.")],
+    input: Annotated[
+        Path, typer.Option(help=".npz with x, .npy, or .csv with one sample per line; columns of tables go by name.")
+    ],
     method: MethodOfRun = None,
     json: Json = False,
 ) -> None:
     """Predict the classes of a file's samples with a client's model."""
     from perfed.api import load  # imports torch
-    from perfed.data.samples import read_samples
+    from perfed.data.records import Records
+    from perfed.data.samples import read_records, read_samples
 
-    chosen = load(run).client(client, method)
-    predicted = chosen.predict(read_samples(input, tuple(chosen.run.about["shape"]))).tolist()
+    chosen, console = load(run).client(client, method), console_for(json_wanted=True)  # beside the predictions
+    samples = read_records(input) if chosen.named else read_samples(input, chosen.sample)
+    if isinstance(samples, Records) and samples.columns is None:
+        console.print(f"{input} does not name its columns: they are taken as they stand", markup=False)
+    predicted = chosen.predict(samples, lambda text: console.print(text, markup=False)).tolist()
     names = [chosen.run.labels[number] for number in predicted]
     about = {"client": chosen.name, "method": chosen.method, "predictions": predicted, "labels": names}
     answer(json, about, names)

@@ -47,9 +47,10 @@ class Clients:
         classes: number of classes.
         mean, std: of each channel of uint8 images, which become (x / 255 - mean) / std; None: x / 255.
         labels: names of the classes, where the data have them.
-        columns: names of the features, in a table.
+        columns: names of the columns, in a table.
         partition: how the clients came about and how uneven they are, in plain values.
         notices: sentences that are said before a run begins: what was done to the data, and what looks wrong with them.
+        preparation: how rows of a table became these samples, in plain values.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,7 @@ class Clients:
     columns: tuple[str, ...] | None = None
     partition: dict[str, Any] | None = None
     notices: tuple[str, ...] = ()
+    preparation: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         return len(self.names)

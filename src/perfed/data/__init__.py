@@ -5,7 +5,8 @@ Importing this needs neither numpy nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from perfed.data.catalog import check
 from perfed.data.config import DataConfig
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
     from perfed.core.clients import Clients
 
 
-def load(config: DataConfig, seed: int) -> Clients:
+def load(config: DataConfig, seed: int, known: Mapping[str, Any] | None = None) -> Clients:
     """Make the clients that a configuration describes.
 
     Args:
         config: the data set, its partition, its split and its skews.
         seed: everything drawn follows from it: the same seed gives the same clients, row by row.
+        known: the preparation of tables that models were trained with, which newcomers share; None: it is made here.
 
     Returns:
         Every client's training, validation and test samples.
@@ -28,11 +30,10 @@ def load(config: DataConfig, seed: int) -> Clients:
     check(config)
     from perfed.data.official import in_parts  # these import numpy and torch
     from perfed.data.partition import partition
-    from perfed.data.pool import checked, normalised
+    from perfed.data.pool import checked
     from perfed.data.split import assemble
 
     pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name)
-    pool = normalised(pool, config)
     if config.split == "official":
         pool = in_parts(pool, config, seed)
-    return assemble(pool, partition(pool, config, seed), config, seed)
+    return assemble(pool, partition(pool, config, seed), config, seed, known)

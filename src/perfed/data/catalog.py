@@ -31,7 +31,7 @@ def scheme(config: DataConfig) -> str:
 
     A data set's file may declare ONLY_PARTITION, where its clients are what it is about, or a USUAL_PARTITION.
     """
-    chosen, declared = config.partition, constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
+    chosen, declared = config.partition, _declared(config)
     refuse_file(chosen, "data.partition")
     if chosen and chosen not in partitions():
         raise Problem(f"data.partition: there is no partition '{chosen}'{nearest(chosen, partitions())}")
@@ -39,6 +39,16 @@ def scheme(config: DataConfig) -> str:
     if only and chosen not in ("", only):
         raise Problem(f"data set '{config.name}' has clients of its own: leave out data.partition '{chosen}'")
     return only or chosen or declared.get("USUAL_PARTITION", "dirichlet")
+
+
+def usual_normalise(config: DataConfig) -> str:
+    """Return how the tables of a data set are normalised where nobody says: as its file declares, else not at all."""
+    return _declared(config).get("USUAL_NORMALISE", "none")
+
+
+def _declared(config: DataConfig) -> dict[str, str]:
+    """Return the constants of a data set's file."""
+    return constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
 
 
 def check(config: DataConfig) -> None:

@@ -35,8 +35,8 @@ class DataConfig:
         0.1, "share kept for validation: of a client's samples, or of official training", at_least=0, below=1
     )
     stratify: bool = hyper(True, "give every class the same shares in training, validation and test")
-    normalise: Literal["channel", "half", "none"] = hyper(
-        "channel", "images: mean and deviation per channel, or 0.5, 0.5"
+    normalise: Literal["auto", "federated", "local", "channel", "half", "none"] = hyper(
+        "auto", "tables: federated, local, none; images: channel, half, none, federated (auto: see docs/data.md)"
     )
     rotate: str = hyper("", "feature skew: turn images by these degrees, one per group of clients: 0,90,180,270")
     noise: float = hyper(0.0, "feature skew: client i of N gets Gaussian noise of deviation noise * i / N", at_least=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,8 @@ class Pool:
     """Samples as numpy arrays, one row each: what a source returns.
 
     Attributes:
-        x: [rows, ...], float32, or uint8 [rows, channels, height, width] for images.
+        x: [rows, ...], float32, or uint8 [rows, channels, height, width] for images; where there are `texts` a table of
+            float64 [rows, columns], NaN where a value is missing, of a text its place in its column's texts.
         y: [rows], int64, classes from 0.
         classes: how many classes there are.
         owner: [rows], the natural client of each row: 0, 1, 2, ...
@@ -28,7 +29,8 @@ class Pool:
         std: [channels], standard deviation of x / 255.
         names: what people call each owner.
         labels: what the classes are called, where labels were text.
-        columns: what the features are called, in a table.
+        columns: what the columns are called, in a table.
+        texts: for each column of a table the texts that occur in it; None: it holds numbers.
         part: [rows], TRAIN, VAL or TEST where the source has decided, else UNDECIDED.
         official: [rows], TRAIN or TEST as the makers of the data set have it.
         note: what whoever reads a result should know of these samples.
@@ -45,6 +47,7 @@ class Pool:
     names: tuple[str, ...] | None = None
     labels: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    texts: tuple[tuple[str, ...] | None, ...] | None = None
     part: np.ndarray | None = None
     official: np.ndarray | None = None
     note: str = ""
@@ -103,6 +106,8 @@ def _check_samples(pool: Pool, source: str) -> None:
     if pool.x.ndim < 2:
         raise Problem(f"{source}: x must have the shape [rows, ...] with something in each row, not {pool.x.shape}")
     images = pool.x.dtype == np.uint8 and pool.x.ndim == 4
+    if pool.texts is not None:
+        return  # a table as people have it: looked at cell by cell where it was read
     if pool.x.dtype != np.float32 and not images:
         raise Problem(
             f"{source}: x must be float32, or uint8 images [rows, channels, height, width], not {pool.x.dtype} of "
@@ -119,16 +124,6 @@ def _check_samples(pool: Pool, source: str) -> None:
         place = int(np.argmax(~np.isfinite(flat[row])))
         column = f"feature {place}" if pool.columns is None else f"column '{pool.columns[place]}'"
         raise Problem(f"{source}: {pool.where(row)} has {flat[row, place]} in {column}, which is not a finite number")
-
-
-def normalised(pool: Pool, config: DataConfig) -> Pool:
-    """Return the pool with the mean and deviation that data.normalise asks for."""
-    if config.normalise == "channel":
-        return pool
-    if pool.x.dtype != np.uint8:
-        raise Problem(f"data.normalise '{config.normalise}' is for images of bytes, which '{config.name}' has not")
-    half = np.full(pool.x.shape[1], 0.5) if config.normalise == "half" else None
-    return replace(pool, mean=half, std=half)
 
 
 def spread(count: int, chosen: int, rng: np.random.Generator) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,20 @@ from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import few
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
+from perfed.data.normalise import normalised
 from perfed.data.order import order
 from perfed.data.partition import settings
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool, spread
+from perfed.data.preparation import words
 from perfed.data.skew import Skews, draw
 from perfed.data.unevenness import measures
 
 _SPLIT = 2  # the random stream of this purpose
 
 
-def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: int) -> Clients:
+def assemble(
+    pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: int, known: Mapping[str, Any] | None = None
+) -> Clients:
     """Split every client's rows, skew its samples where asked to, and lay the clients one after another.
 
     Args:
@@ -29,6 +33,7 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
         rows: the rows of each client, as the partition dealt them.
         config: the split, the skews and the order of the clients.
         seed: what everything drawn here follows from.
+        known: the preparation that models were trained with, for clients that come later.
 
     Returns:
         The clients, in the order of data.team_order.
@@ -38,6 +43,10 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
     skews = draw(config, len(rows), pool.classes, pool.x.shape[1:], seed)
     codes = (TRAIN, VAL, TEST)
     chosen = {code: [mine[part == code] for mine, part in zip(rows, parts, strict=True)] for code in codes}
+    domains = _domains(pool, rows, config)
+    names = _names(pool, rows, config, domains)
+    by_name = lambda pieces: dict(zip(names, pieces, strict=True))
+    pool, preparation = normalised(pool, by_name(chosen[TRAIN]), by_name(rows), config, known)
     labels = {
         code: [skews.labels(pool.y[mine], client, code) for client, mine in enumerate(chosen[code])] for code in codes
     }
@@ -52,17 +61,15 @@ def assemble(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: i
         y = np.concatenate([labels[code][client] for client in places])
         tables[name] = Split(torch.from_numpy(x), torch.from_numpy(y), sizes)
     scale = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
-    domains = _domains(pool, rows, config)
-    names = _names(pool, rows, config, domains)
-    known = {"classes": pool.classes, "labels": pool.labels, "columns": pool.columns}
-    known |= {"partition": _about(config, skews, places, measures(counts[places]), pool.note)}
+    about = _about(config, skews, places, measures(counts[places]), pool.note)
     unseen = [np.isin(mine, labels[TRAIN][client], invert=True).sum() for client, mine in enumerate(labels[TEST])]
-    known |= {"notices": (*pool.notices, *_notices(names, counts.sum(axis=1), np.array(unseen), labels[TEST]))}
+    notices = _notices(names, counts.sum(axis=1), np.array(unseen), labels[TEST])
     if domains is not None:
-        known["partition"]["domains"] = [domains[client] for client in places]
-    return Clients(
-        tuple(names[client] for client in places), **tables, **known, mean=scale(pool.mean), std=scale(pool.std)
-    )
+        about["domains"] = [domains[client] for client in places]
+    described = {"labels": pool.labels, "columns": _columns(pool, preparation), "partition": about}
+    described |= {"notices": (*pool.notices, *(words(preparation) if preparation else ()), *notices)}
+    described |= {"mean": scale(pool.mean), "std": scale(pool.std), "preparation": preparation}
+    return Clients(tuple(names[client] for client in places), **tables, classes=pool.classes, **described)
 
 
 def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[str, Any], note: str) -> dict[str, Any]:
@@ -154,6 +161,13 @@ def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, domains: 
         return tuple(pool.names[pool.owner[mine[0]]] for mine in rows)
     width = max(2, len(str(len(rows) - 1)))
     return tuple(f"{kind}_{index:0{width}d}" for index, kind in enumerate(domains or ["client"] * len(rows)))
+
+
+def _columns(pool: Pool, preparation: dict[str, Any] | None) -> tuple[str, ...] | None:
+    """Return what the columns are called, in the order in which they were prepared."""
+    if pool.columns is None or preparation is None:
+        return pool.columns
+    return tuple(column["name"] for column in preparation["columns"])
 
 
 def _domains(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig) -> list[str] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from perfed.core.errors import Problem
 from perfed.data.config import DataConfig
 from perfed.data.pool import UNDECIDED
+from perfed.data.records import Records, read_cells
 
 _UNNAMED = re.compile(r"Unnamed: \d+")  # what pandas calls it when it is read and written once more
 
@@ -25,11 +26,12 @@ class Table:
     Attributes:
         client: its name.
         file: where they are from.
-        x: [rows, ...], the samples.
+        x: [rows, ...], the samples; of a CSV file [rows, columns], its cells as text.
         y: [rows], the labels.
         part: TRAIN, VAL or TEST where the file says so.
         key: the name of the array.
         lines: [rows], in CSV files the line of each row.
+        columns: what the columns are called, in CSV files and where an .npz file says so.
     """
 
     client: str
@@ -39,6 +41,7 @@ class Table:
     part: int = UNDECIDED
     key: str = "x"
     lines: np.ndarray | None = None
+    columns: tuple[str, ...] | None = None
 
     def row(self, index: int) -> str:
         """Say where a row stands, for people."""
@@ -46,21 +49,18 @@ class Table:
         return f"client '{self.client}', {place} in {self.file.name}"
 
 
-def read_csv(
-    path: Path, config: DataConfig, columns: list[str] | None, several: bool
-) -> tuple[list[Table], list[str], list[str]]:
+def read_csv(path: Path, config: DataConfig, several: bool) -> tuple[list[Table], list[str]]:
     """Read the clients of a CSV file.
 
     Args:
         path: the file.
         config: names the columns of clients and labels.
-        columns: the feature columns of the files before it.
         several: each of several files is one client; a file alone has a column that names the client.
 
     Returns:
-        Every client's rows; the feature columns, in the order of `columns` where given; the columns that are left out.
+        Every client's rows, and the columns that are left out.
     """
-    header, lines, cells = _cells(path)
+    header, lines, cells = read_text(path)
     index = [place for place, name in enumerate(header) if is_index(name, [row[place] for row in cells])]
     left_out = [header[place] for place in index]
     header = [name for place, name in enumerate(header) if place not in index]
@@ -75,12 +75,8 @@ def read_csv(
             "put all clients into one file, or take the column out"
         )
     features = [column for column in header if column not in wanted]
-    if columns is not None and set(features) != set(columns):
-        differ = ", ".join(sorted(set(features) ^ set(columns)))
-        raise Problem(f"{path.name} does not have the same columns as the files before it: {differ}")
     if not features:
         raise Problem(f"{path.name} has no feature column beside {', '.join(wanted)}")
-    features = columns or features
     texts = lambda column: np.array([row[header.index(column)].strip() for row in cells], dtype=str)
     labels = texts(config.label_column)
     clients = np.full(len(cells), path.stem) if several else texts(config.client_column)
@@ -88,15 +84,16 @@ def read_csv(
         if (values == "").any():
             raise Problem(f"{path.name}, line {lines[np.argmax(values == '')]}: the column '{column}' is empty")
     places = [header.index(column) for column in features]
-    x = _numbers(path, [[row[place] for place in places] for row in cells], features, lines, clients)
+    x = np.array([[row[place] for place in places] for row in cells], dtype=object)
     if not len(cells):
-        return [Table(path.stem, path, x, labels, lines=lines)] if several else [], features, left_out
+        return [Table(path.stem, path, x, labels, lines=lines)] if several else [], left_out
     order = np.argsort(clients, kind="stable")
     names, start = np.unique(clients[order], return_index=True)
     pieces = np.split(order, start[1:])
     rows_of = zip(names, pieces, strict=True)
-    tables = [Table(str(name), path, x[rows], labels[rows], lines=lines[rows]) for name, rows in rows_of]
-    return tables, features, left_out
+    named = tuple(features)
+    make = lambda name, rows: Table(str(name), path, x[rows], labels[rows], lines=lines[rows], columns=named)
+    return [make(name, rows) for name, rows in rows_of], left_out
 
 
 def is_index(name: str, cells: Sequence[str]) -> bool:
@@ -112,7 +109,7 @@ def is_index(name: str, cells: Sequence[str]) -> bool:
     return min(numbers, default=0) >= 0 and all(later > former for former, later in pairwise(numbers))
 
 
-def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
+def read_text(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
     """Read header, line numbers and rows of a CSV file; empty lines are skipped."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -131,21 +128,51 @@ def _cells(path: Path) -> tuple[list[str], np.ndarray, list[list[str]]]:
     return header, np.array([line for line, _ in numbered[1:]], dtype=np.int64), [row for _, row in numbered[1:]]
 
 
-def _numbers(
-    path: Path, cells: list[list[str]], columns: list[str], lines: np.ndarray, clients: np.ndarray
-) -> np.ndarray:
-    """Return the features as numbers; a cell that is none is a Problem that says where it stands."""
-    if not cells:
-        return np.empty((0, len(columns)))
-    try:
-        return np.array(cells).astype(np.float64)
-    except ValueError:
-        for line, client, row in zip(lines, clients, cells, strict=True):
-            for column, cell in zip(columns, row, strict=True):
-                try:
-                    float(cell)
-                except ValueError:
-                    raise Problem(
-                        f"client '{client}', line {line} in {path.name}: '{cell}' in column '{column}' is not a number"
-                    ) from None
-        raise
+def in_one(tables: list[Table]) -> Records:
+    """Bring the rows of several clients together, by the names of their columns where they have names.
+
+    Args:
+        tables: the rows of every client. Where a file has fewer columns than another, their values are missing.
+
+    Returns:
+        The rows in the order of the tables; two files that each have a column of their own are a Problem.
+    """
+    columns = _columns(tables)
+    aligned = [table.x if columns is None else _aligned(table, columns) for table in tables]
+    if tables[0].x.dtype != object:
+        values = np.concatenate([x.astype(np.float64) for x in aligned])
+        return Records(values, (None,) * values.shape[1], columns)
+    ends = np.cumsum([len(x) for x in aligned])
+
+    def place(row: int) -> str:
+        number = int(np.searchsorted(ends, row, side="right"))
+        return tables[number].row(row - int(ends[number]) + len(aligned[number]))
+
+    return read_cells(columns or (), [row for x in aligned for row in x.tolist()], place)
+
+
+def _columns(tables: list[Table]) -> tuple[str, ...] | None:
+    """Return the columns of all tables: those of the first, then what others have beside them."""
+    first, widest = tables[0], max(tables, key=lambda table: len(table.columns or ()))
+    if widest.columns is None:
+        return None
+    for table in tables:
+        if table.columns is None:
+            raise Problem(f"{table.file.name} does not name its columns, and {widest.file.name} does (array 'columns')")
+        if set(table.columns) - set(widest.columns):
+            differ = ", ".join(sorted(set(table.columns) ^ set(widest.columns)))
+            other = first if widest.file == table.file else widest
+            raise Problem(f"{table.file.name} does not have the same columns as {other.file.name}: {differ}")
+    mine = first.columns or ()
+    return (*mine, *(name for name in widest.columns if name not in mine))
+
+
+def _aligned(table: Table, columns: tuple[str, ...]) -> np.ndarray:
+    """Return a table's samples with all columns in this order; what it lacks is missing."""
+    text = table.x.dtype == object
+    x = np.full((len(table.x), len(columns)), "" if text else np.nan, dtype=object if text else np.float64)
+    names = table.columns or ()
+    for place, name in enumerate(columns):
+        if name in names:
+            x[:, place] = table.x[:, names.index(name)]
+    return x

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from perfed.core.words import visible
+from perfed.data.preparation import words
 from perfed.report.picture import picture
 from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
 from perfed.training import files
@@ -31,7 +32,10 @@ def write_report(run: Run) -> Path:
         f"seed {config.seed}.\nAccuracy: {when}, each client's model on its own test samples. Gain: accuracy minus "
         "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
-    below = "".join(f"\n{visible(line)}.\n" for line in remarks(run.summary())) + "\n![accuracy](accuracy.png)\n"
+    preparation = run.about.get("preparation")
+    prepared = words(preparation) if preparation else []
+    below = "".join(f"\n{visible(line)}.\n" for line in [*prepared, *remarks(run.summary())])
+    below += "\n![accuracy](accuracy.png)\n"
     files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + below)
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))

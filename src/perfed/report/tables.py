@@ -10,7 +10,9 @@ from rich.table import Table
 
 from perfed.core.errors import few
 from perfed.core.words import visible
+from perfed.data.preparation import words
 from perfed.federation.faults import in_words
+from perfed.training.folder import preparation_of
 from perfed.training.results import Run
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
@@ -146,6 +148,8 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     name = plain_text(client["name"])
     scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
     rows = [(run.entries[entry].title, score(accuracy)) for entry, accuracy in scores.items()]
+    preparation = preparation_of(run.about, client["name"])
+    prepared = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
     names = run.labels
@@ -155,7 +159,8 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         f"# Model of client `{name}`, trained with {visible(summary['title'])}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
         f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
-        f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
+        + "".join(f"- {line}\n" for line in prepared)
+        + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"Test accuracy on this client's own samples, {when}:\n\n"
         + markdown(("method", "accuracy"), rows)
         + "\nLoad it from the run folder (three folders up):\n\n```python\nimport perfed\n\n"

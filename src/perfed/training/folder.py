@@ -34,6 +34,7 @@ from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.model import Model
+from perfed.data.preparation import Column, Preparation
 from perfed.engines.scores import PERSONAL
 from perfed.models import is_path
 from perfed.training import files
@@ -47,7 +48,9 @@ def model_file(home: Path, name: str = PERSONAL) -> Path:
     return home / f"{'model' if name == PERSONAL else name}.safetensors"
 
 
-def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]) -> None:
+def save_models(
+    model: Model, home: Path, method: str, models: dict[str, Tensor], preparation: Preparation | None = None
+) -> None:
     """Write models as files that any safetensors reader opens.
 
     Args:
@@ -55,12 +58,31 @@ def save_models(model: Model, home: Path, method: str, models: dict[str, Tensor]
         home: a client's folder, or a method's where all clients share its models.
         method: the method's name, for whoever finds the file.
         models: name -> theta.
+        preparation: what becomes of a table's rows before a model sees them.
     """
+    form = {} if preparation is None else {"preparation": json.dumps(preparation.plain())}
     home.mkdir(parents=True, exist_ok=True)
     for name, theta in models.items():
-        about = {"format": "pt", "method": method, "model": name}
+        about = {"format": "pt", "method": method, "model": name, **form}
         state = {key: tensor.cpu() for key, tensor in model.state_dict(theta).items()}
         files.write(model_file(home, name), files.tensor_file(state, about))
+
+
+def preparation_of(about: dict[str, Any], client: str = "") -> Preparation | None:
+    """Return what becomes of the rows of a run's tables.
+
+    Args:
+        about: the run's clients, as its folder describes them.
+        client: one of them, whose means may be its own.
+
+    Returns:
+        The preparation; None where samples are no rows of a table, or an array without names that stays as it is.
+    """
+    known = about.get("preparation") or {}
+    if "columns" in known:
+        return Preparation.of(known, client)
+    columns = about["columns"]  # perfed 0.1 knew the names alone
+    return None if columns is None else Preparation("none", tuple(map(Column, columns)))
 
 
 class RunFolder:
@@ -106,10 +128,16 @@ class RunFolder:
         raw = read_toml(self.config_file)
         if isinstance(raw.get("methods"), list):
             raw["methods"] = [self._inside(name) if str(name).endswith(".py") else name for name in raw["methods"]]
-        config = from_dict(raw)
+        config = self._upgraded(from_dict(raw))
         if is_path(config.model.name):
             model = dataclasses.replace(config.model, name=self._inside(config.model.name))
             return dataclasses.replace(config, model=model)
+        return config
+
+    def _upgraded(self, config: Config) -> Config:
+        """Return a configuration as this version means it: perfed 0.1 knew no normalised tables."""
+        if config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1:
+            return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
 
     def _inside(self, name: str) -> str:

@@ -15,10 +15,11 @@ from perfed.core.messages import Down
 from perfed.core.method import Method
 from perfed.core.tree import rows, tree_map
 from perfed.data.config import DataConfig
+from perfed.data.preparation import Preparation
 from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
-from perfed.training.folder import model_file, save_models
+from perfed.training.folder import model_file, preparation_of, save_models
 from perfed.training.prepare import class_names, known_labels, load_clients, make_method
 from perfed.training.results import Run
 
@@ -38,7 +39,7 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
         Every newcomer's scores and the place of its model.
     """
     result = run.result(name)
-    clients = as_in_training(load_clients(data, run.config.run.seed), run.about)
+    clients = load_newcomers(run, data)
     weights = run.about.get("class_weights")
     method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]), class_weights=weights)
     method = dataclasses.replace(method, fine_tune=fine_tune)
@@ -49,13 +50,28 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     for round in range(result["rounds"] + 1, last + 1):
         visit(engine, down, round)
     (reply,) = engine.evaluate([EvaluationRequest(0, last, range(len(clients)), down, keep=True)])
+    preparation = clients.preparation
     folder = out or run.folder.method(name).newcomers
     listed, taken = [], set()
     for id, scores in enumerate(reply.scores.by_client()):
         home = folder / files.slug(clients.names[id], taken)
-        save_models(method.model, home, name, rows(reply.models, id))
+        form = None if preparation is None else Preparation.of(preparation, clients.names[id])
+        save_models(method.model, home, name, rows(reply.models, id), form)
         listed.append({"client": clients.names[id], "path": str(model_file(home)), **scores})
     return {"run": str(run.path), "method": name, "models": str(folder), "clients": listed}
+
+
+def load_newcomers(run: Run, data: DataConfig) -> Clients:
+    """Load new clients' data in the form that a run's models know.
+
+    Args:
+        run: a finished run, whose statistics and texts they get.
+        data: where the newcomers' data are.
+    """
+    data = dataclasses.replace(data, normalise=run.config.data.normalise)
+    preparation = preparation_of(run.about)
+    known = None if preparation is None else {**(run.about.get("preparation") or preparation.plain())}
+    return as_in_training(load_clients(data, run.config.run.seed, known), run.about)
 
 
 def visit(engine: Engine, down: Down, round: int) -> None:
@@ -92,13 +108,8 @@ def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
         raise Problem(f"the new clients' samples have shape {clients.shape}, the run's {tuple(about['shape'])}")
     if (clients.train.x.dtype == torch.uint8) != about["image"]:
         raise Problem("the run was trained on images of bytes and the new samples are not, or the other way round")
-    if (clients.columns is None) != (about["columns"] is None):
-        raise Problem("the new clients' files are of another kind than the run's: columns have no names there")
     scale = {key: None if about[key] is None else torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std")}
     splits = {name: clients.split(name) for name in SPLITS}
-    if clients.columns is not None:
-        place = _places(about["columns"], clients.columns, "column")
-        splits = {name: dataclasses.replace(s, x=s.x[:, place]) for name, s in splits.items()}
     if clients.labels is not None or about["labels"] is not None:
         number = torch.tensor(_places(class_names(clients), known_labels(about), "label"))
         splits = {name: dataclasses.replace(s, y=number[s.y]) for name, s in splits.items()}

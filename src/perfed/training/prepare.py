@@ -7,7 +7,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -27,6 +27,7 @@ from perfed.core.model import Model
 from perfed.data import load
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
+from perfed.data.normalise import resolve
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
 from perfed.models import build, is_path, suits
@@ -131,6 +132,7 @@ def prepare(config: Config) -> Experiment:
     _refuse_without_validation(config.run, clients)
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
+    data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network = build(model, clients)
@@ -151,9 +153,18 @@ def _refuse_without_validation(run: RunConfig, clients: Clients) -> None:
         raise Problem("run.save_round = best has nothing to save with run.save_models = none")
 
 
-def load_clients(data: DataConfig, run_seed: int) -> Clients:
-    """Load clients that can be measured: at least one of them has a test sample."""
-    clients = load(data, run_seed if data.partition_seed is None else data.partition_seed)
+def load_clients(data: DataConfig, run_seed: int, known: Mapping[str, Any] | None = None) -> Clients:
+    """Load clients that can be measured: at least one of them has a test sample.
+
+    Args:
+        data: the section `data`.
+        run_seed: what draws follow from where `data` has no seed of its own.
+        known: the preparation that models were trained with, for newcomers.
+
+    Returns:
+        The clients.
+    """
+    clients = load(data, run_seed if data.partition_seed is None else data.partition_seed, known)
     if not len(clients.train.y):
         raise Problem("no client has a training sample, so nothing can be learned: give the clients more samples")
     if not len(clients.test.y):
@@ -229,6 +240,7 @@ def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> 
         "labels": clients.labels and list(clients.labels),
         "columns": clients.columns and list(clients.columns),
         "partition": clients.partition,
+        "preparation": clients.preparation,
         "digest": digest.hexdigest(),
         **({} if class_weights is None else {"class_weights": list(class_weights)}),
         "clients": listed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -14,10 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem, nearest
+from perfed.data.preparation import Preparation
+from perfed.data.records import Records, from_frame, is_frame, numbers_alone
 from perfed.engines.scores import PERSONAL, plain
 from perfed.models import make_network
+from perfed.models.raw_rows import OnRawRows
 from perfed.training.config import Config
-from perfed.training.folder import RunFolder
+from perfed.training.folder import RunFolder, preparation_of
 from perfed.training.prepare import BASELINE, known_labels
 from perfed.training.statistics import gain_with_test, spread
 
@@ -41,8 +45,27 @@ class ClientModel:
         """Test accuracy of the personalised model."""
         return self.scores["personal"]["test"]["accuracy"]
 
+    @property
+    def preparation(self) -> Preparation | None:
+        """What becomes of a row before the network sees it; None where samples are no rows of a table."""
+        return preparation_of(self.run.about, self.name)
+
+    @property
+    def named(self) -> bool:
+        """Whether samples are rows of a table whose columns are found by name."""
+        return self.preparation is not None and self.preparation.named
+
+    @property
+    def sample(self) -> tuple[int, ...]:
+        """The shape of a sample as `predict` takes it."""
+        return tuple(self.run.about["shape"]) if self.preparation is None else (len(self.preparation.columns),)
+
     def model(self) -> nn.Module:
-        """Return the personalised network, in eval mode."""
+        """Return the personalised network, in eval mode; one of a table takes rows as they are (`OnRawRows`)."""
+        network, preparation = self._network(), self.preparation
+        return network if preparation is None or not preparation.changes else OnRawRows(network, preparation).eval()
+
+    def _network(self) -> nn.Module:
         network = self.run.network()
         try:
             state = load_file(self.path)
@@ -67,43 +90,73 @@ class ClientModel:
             raise Problem(f"'{self.path}' does not fit the run's network") from None
         return network.eval()
 
-    def predict(self, x: Any) -> np.ndarray:
+    def predict(self, x: Any, notice: Callable[[str], object] = warnings.warn) -> np.ndarray:
         """Return the class of every sample.
 
         Args:
-            x: samples [n, ...] as the data set gives them: images from 0 to 255 are scaled as in training.
+            x: samples [n, ...] as the data set gives them: images from 0 to 255 are scaled as in training. Rows of a
+                table may be a DataFrame, whose columns are found by name, or an array, NaN where a value is missing.
+            notice: is told which columns are not used, and which texts are unknown.
 
         Returns:
             The classes [n], numbered as in training.
         """
-        return self.logits(x).argmax(1).numpy()
+        return self.logits(x, notice).argmax(1).numpy()
 
-    def logits(self, x: Any) -> Tensor:
+    def logits(self, x: Any, notice: Callable[[str], object] = warnings.warn) -> Tensor:
         """Return the network's output for samples.
 
         Args:
             x: samples [n, ...], as for `predict`.
+            notice: as for `predict`.
 
         Returns:
             Logits [n, classes].
         """
-        shape = tuple(self.run.about["shape"])
+        network = self._network()
+        dtype, preparation = next(network.parameters()).dtype, self.preparation
+        if preparation is not None:
+            x = preparation.apply(torch.from_numpy(self._rows(x, preparation, notice))).to(dtype)
+            return _finite_logits(network, x)
+        shape = self.sample
         x = torch.as_tensor(np.asarray(x))
         if len(shape) == 3 and x.shape[1:] == (*shape[1:], shape[0]) != shape:  # images with their channels last
             x = x.movedim(-1, 1)
         if x.shape[1:] != shape or x.dim() != len(shape) + 1:
             raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
-        network = self.model()
-        dtype = next(network.parameters()).dtype
         image = self.run.about["image"]  # trained on bytes: then x holds 0 to 255, whatever its type
         x = x.to(dtype) / (255 if image else 1)
         if image and self.run.about["mean"] is not None:
             mean, std = (torch.tensor(self.run.about[k], dtype=dtype).view(-1, 1, 1) for k in ("mean", "std"))
             x = (x - mean) / std
-        if not x.isfinite().all():
-            raise Problem("the input holds numbers that are not finite")
-        with torch.no_grad():
-            return network(x)
+        return _finite_logits(network, x)
+
+    def _rows(self, x: Any, preparation: Preparation, notice: Callable[[str], object]) -> np.ndarray:
+        """Return rows of a table as `Preparation.apply` takes them."""
+        data = self.run.config.data
+        values, notes = preparation.align(_records(x), "the input", (data.label_column, data.client_column))
+        for note in notes:
+            notice(note)
+        return values
+
+
+def _records(x: Any) -> Records:
+    """Return records of whatever holds rows of a table."""
+    if isinstance(x, Records):
+        return x
+    if is_frame(x):
+        return from_frame(x)
+    x = np.asarray(x)
+    if x.ndim != 2 or x.dtype.kind not in "biuf":
+        raise Problem(f"the input must be rows of numbers [samples, columns], or a DataFrame, not {x.dtype} {x.shape}")
+    return numbers_alone(x.astype(np.float64))
+
+
+def _finite_logits(network: nn.Module, x: Tensor) -> Tensor:
+    if not x.isfinite().all():
+        raise Problem("the input holds numbers that are not finite")
+    with torch.no_grad():
+        return network(x)
 
 
 class Run:

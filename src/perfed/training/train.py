@@ -15,9 +15,10 @@ from perfed.engines.base import Engine, Job
 from perfed.engines.scores import PERSONAL, Scores
 from perfed.federation.faults import Faults, tally
 from perfed.federation.federation import PATIENCE, Federation, Save, evaluate, step
+from perfed.federation.traffic import Traffic
 from perfed.training import catalog
 from perfed.training.engine import can_record, make_engine
-from perfed.training.folder import MethodFolder, RunFolder, save_models
+from perfed.training.folder import MethodFolder, RunFolder, preparation_of, save_models
 from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
@@ -115,7 +116,9 @@ class MethodRun:
         """Go on from the newest checkpoint, or begin."""
         config = self.config
         patience = min(PATIENCE, config.rounds)
-        self.federation = Federation(engine, run, faults=faults_of(config), quorum=config.quorum, patience=patience)
+        agreed = (self.experiment.clients.preparation or {}).get("traffic", {})  # sent before the first round
+        rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience}
+        self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
         sizes = restore(self.folder, self.federation, self._say)
         log = MetricsLog(self.folder, sizes)
         self.observers: list[Observer] = [log]
@@ -148,9 +151,10 @@ class MethodRun:
 
     def _save_client(self) -> Save:
         """Return what writes a client's models into the client's folder."""
-        model, method = self.method.model, self.entry.name
-        homes = [self.folder.client(client["folder"]) for client in self.run_folder.clients()["clients"]]
-        return lambda id, models: save_models(model, homes[id], method, models)
+        model, method, about = self.method.model, self.entry.name, self.run_folder.clients()
+        homes = [self.folder.client(client["folder"]) for client in about["clients"]]
+        form = [preparation_of(about, client["name"]) for client in about["clients"]]
+        return lambda id, models: save_models(model, homes[id], method, models, form[id])
 
     def judge(self, scores: Scores) -> None:
         """Look at an evaluation; `stopped` says whether it was the last one."""
@@ -196,7 +200,8 @@ class MethodRun:
         saved = None if self.best_round is None else self._go_back(self.best_round)
         shared = None if self.every_model else federation.shared()
         if shared is not None:
-            save_models(method.model, self.folder.path, self.entry.name, shared)
+            form = preparation_of(self.run_folder.clients())
+            save_models(method.model, self.folder.path, self.entry.name, shared, form)
         if not self.every_model and self.config.save_models == "auto":
             written = "the model that all clients share" if shared is not None else "no model"
             self._say(

@@ -3,12 +3,14 @@
 An .npz file has `x` and `y`, which are split as other data are, or `x_train`, `y_train`, `x_test`, `y_test` (and
 perhaps `x_val`, `y_val`), which are used exactly as they are. Samples become float32; uint8 images
 [n, channels, height, width] stay as they are and are divided by 255 when used. All clients are used, whatever
-data.clients says. Client names are labels for people: no path is made from them.
+data.clients says. Client names are labels for people: no path is made from them. In a table, which is a CSV file or
+samples of one axis, a value may be missing (an empty cell, NaN); in a CSV file a column may hold text.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,15 +20,16 @@ from perfed.data.config import DataConfig
 from perfed.data.labels import read_labels
 from perfed.data.npz import need, read_npz
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool
-from perfed.data.table import Table, read_csv
+from perfed.data.table import Table, in_one, read_csv
 
 ONLY_PARTITION = "natural"
+USUAL_NORMALISE = "federated"
 _PICKLED = {".pkl", ".pickle", ".pt", ".pth", ".joblib"}
 
 
 def load(config: DataConfig, _seed: int) -> Pool:
     """Read all clients at data.dir."""
-    tables, columns, notices = _tables(config)
+    tables, notices = _tables(config)
     full = [table for table in tables if len(table.y)]
     for client in dict.fromkeys(table.client for table in tables):
         if client not in {table.client for table in full}:
@@ -39,31 +42,37 @@ def load(config: DataConfig, _seed: int) -> Pool:
         _check(table)
     first = tables[0]
     for table in tables:
-        if table.x.shape[1:] != first.x.shape[1:] or _is_image(table) != _is_image(first):
+        named = table.columns is not None and first.columns is not None  # they are told apart by their columns
+        if (not named and table.x.shape[1:] != first.x.shape[1:]) or _is_image(table) != _is_image(first):
             kind = lambda other: f"{other.x.dtype} samples of shape {other.x.shape[1:]}"
             where = f"client '{table.client}' ({table.file.name})"
             raise Problem(f"{where} has {kind(table)}, but client '{first.client}' has {kind(first)}")
     labels = read_labels(tables, config)
-    x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
+    records = in_one(tables) if first.x.ndim == 2 else None
+    if records is None:
+        x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
+    else:
+        x = records.values
     sizes = [len(table.y) for table in tables]
     names = tuple(dict.fromkeys(table.client for table in tables))
     number = {name: index for index, name in enumerate(names)}
     owner = np.repeat([number[table.client] for table in tables], sizes)
     part = np.repeat([table.part for table in tables], sizes)
-    known = {"names": names, "labels": labels.names, "columns": columns, "notices": (*notices, *labels.notices)}
+    known: dict[str, Any] = {"names": names, "labels": labels.names, "notices": (*notices, *labels.notices)}
+    known |= {} if records is None else {"columns": records.columns, "texts": records.texts}
     return Pool(x, labels.y, len(labels.names), owner=owner, part=part, **known)
 
 
-def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None, list[str]]:
-    """Read every client's tables, the names of the features in CSV files, and sentences about what was left out."""
+def _tables(config: DataConfig) -> tuple[list[Table], list[str]]:
+    """Read every client's tables, and sentences about what was left out."""
     if config.dir is None:
         raise Problem("data set 'folder' needs data.dir: the folder with one .npz or .csv per client, or one .csv file")
     path = Path(config.dir).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".csv":
             raise Problem(f"data.dir must be a folder or one .csv file, not '{config.dir}'")
-        tables, columns, index = read_csv(path, config, None, several=False)
-        return tables, tuple(columns), _not_features({path.name: index})
+        tables, index = read_csv(path, config, several=False)
+        return tables, _not_features({path.name: index})
     if not path.is_dir():
         raise Problem(f"data.dir: there is no folder '{config.dir}'")
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
@@ -77,14 +86,13 @@ def _tables(config: DataConfig) -> tuple[list[Table], tuple[str, ...] | None, li
     if not npz and not texts:
         raise Problem(f"data.dir '{config.dir}' holds no .npz and no .csv file")
     if npz:
-        return [table for file in npz for table in _read(file)], None, []
+        return [table for file in npz for table in _read(file)], []
     tables: list[Table] = []
-    columns: list[str] | None = None
     left_out: dict[str, list[str]] = {}
     for file in texts:
-        more, columns, left_out[file.name] = read_csv(file, config, columns, several=len(texts) > 1)
+        more, left_out[file.name] = read_csv(file, config, several=len(texts) > 1)
         tables += more
-    return tables, tuple(columns or ()), _not_features(left_out)
+    return tables, _not_features(left_out)
 
 
 def _not_features(left_out: dict[str, list[str]]) -> list[str]:
@@ -117,18 +125,29 @@ def _read(file: Path) -> list[Table]:
                 f"client '{file.stem}' ({file.name}): x{key} has shape {x.shape} and y{key} has shape {y.shape}, but "
                 "they must be [n, ...] and [n]"
             )
-        tables.append(Table(file.stem, file, x, y, part, f"x{key}"))
+        tables.append(Table(file.stem, file, x, y, part, f"x{key}", columns=_names(arrays, x, file)))
     return tables
+
+
+def _names(arrays: dict[str, np.ndarray], x: np.ndarray, file: Path) -> tuple[str, ...] | None:
+    """Return what an .npz file calls the columns of a table, if it does."""
+    if "columns" not in arrays:
+        return None
+    names = arrays["columns"]
+    if names.dtype.kind != "U" or names.shape != x.shape[1:] or len(set(names.tolist())) < len(names):
+        raise Problem(f"{file.name}: 'columns' must hold a name of its own for each column of x {x.shape}")
+    return tuple(names.tolist())
 
 
 def _check(table: Table) -> None:
     where = f"client '{table.client}' ({table.file.name})"
-    if table.x.ndim < 2 or table.x.dtype.kind not in "biuf":
+    if table.x.ndim < 2 or table.x.dtype.kind not in "biufO":  # objects are the cells of a CSV file
         raise Problem(f"{where}: {table.key} must be numbers [n, ...], not {table.x.dtype} of shape {table.x.shape}")
     if table.y.dtype.kind not in "biufU":
         raise Problem(f"{where}: labels must be whole numbers or text, not {table.y.dtype}")
     if table.x.dtype.kind == "f":
-        bad = ~np.isfinite(_floats(table)).reshape(len(table.x), -1).all(axis=1)
+        x = _floats(table)
+        bad = ~(np.isfinite(x) | (np.isnan(x) & (x.ndim == 2))).reshape(len(x), -1).all(axis=1)
         if bad.any():
             raise Problem(f"{table.row(int(np.argmax(bad)))}: a feature is not a finite number")
 

@@ -19,6 +19,8 @@ from perfed.training.provenance import commit, hardware, together
 
 SCORES = "scores_{model}_{until}.json"
 
+FORMER = {"normalise": "channel"}  # what was recorded where now nothing special is asked for: `auto`
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -97,7 +99,10 @@ class Cell:
                 same = was.get(section) == table
             else:
                 before = {key: v for key, v in was.get(section, {}).items() if section != "run" or key not in NEUTRAL}
-                same = all(before[key] == value for key, value in table.items() if key in before)
+                usual = {
+                    key for key, former in FORMER.items() if before.get(key) == former and table.get(key) == "auto"
+                }
+                same = all(before[key] == value for key, value in table.items() if key in before and key not in usual)
             if not same:
                 where = f"'{self.folder}' was run with other settings ({section})"
                 raise Problem(f"{where}: choose another --out, or remove it and {self.record.name} beside it")

@@ -1,0 +1,34 @@
+"""A network with the preparation of its samples in front, so that it takes the rows of a table as they are."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perfed.data.preparation import Preparation
+from perfed.data.records import from_frame, is_frame
+
+
+class OnRawRows(nn.Module):
+    """A client's network, and what becomes of a row before the network sees it."""
+
+    def __init__(self, network: nn.Module, preparation: Preparation):
+        super().__init__()
+        self.network, self.preparation = network, preparation
+
+    def forward(self, rows: Any) -> Tensor:
+        """Return logits.
+
+        Args:
+            rows: [n, columns], NaN where a value is missing, of a text its place in its column's texts; or a DataFrame.
+        """
+        if is_frame(rows):
+            values, notes = self.preparation.align(from_frame(rows), "the input")
+            for note in notes:
+                warnings.warn(note, stacklevel=2)
+            rows = torch.from_numpy(values)
+        parameter = next(self.network.parameters())
+        return self.network(self.preparation.apply(rows.to(parameter.device)).to(parameter.dtype))
