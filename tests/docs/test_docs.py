@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -48,6 +49,9 @@ def test_snippets_run(page, tmp_path, monkeypatch):
             lines = [line for line in text.splitlines() if line.startswith("$ ")]
             assert lines, f"a console block without a command in {page.name}"
             for line in lines:
+                if line.startswith("$ python examples/"):
+                    runpy.run_path(str(ROOT / line.removeprefix("$ python ")), run_name="__main__")
+                    continue
                 assert line.startswith("$ perfed ")
                 command(line[2:], monkeypatch)
 

@@ -19,6 +19,10 @@ class OnRawRows(nn.Module):
         super().__init__()
         self.network, self.preparation = network, preparation
 
+    def extra_repr(self) -> str:
+        """Say which columns a row has."""
+        return f"rows: {', '.join(column.name for column in self.preparation.columns)}"
+
     def forward(self, rows: Any) -> Tensor:
         """Return logits.
 
