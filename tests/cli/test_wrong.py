@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import perfed
+from perfed.training.folder import RunFolder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer's, about names that click will rename
@@ -465,6 +468,62 @@ def test_out_that_is_not_empty(refused):
     Path("out/precious").write_text("x")
     refused("run", *TINY, "--out", "out", says=("out", "exists already"))
     refused("compare", *TINY, "--out", "out", says=("out", "exists already"))
+
+
+@pytest.fixture
+def leftover(tmp_path, monkeypatch):
+    """What is left of a run with a file of its own that was killed before it had begun."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(METHOD.format(before="", inside="pass"))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "write_config", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            perfed.run("./mine.py", rounds=1, clients=3, epochs=1, engine="sequential", hidden=4, out="out")
+    Path("out/.config.toml.tmp").write_text("methods")
+    return Path("out")
+
+
+def test_out_that_a_killed_run_left_behind(leftover, refused, monkeypatch, capsys):
+    """It is no dead end: the same command begins anew, with what is now to be run; but nothing of others is removed."""
+    Path("mine.py").write_text(METHOD.format(before="", inside="pass  # now another"))
+    for verb in ("resume", "models"):
+        refused(verb, "out", says="the run in 'out' was stopped before it had begun: its command, with --out 'out'")
+    Path("out/precious").write_text("x")
+    refused("run", *TINY, "--out", "out", says=("out", "exists already"))
+    Path("out/precious").unlink()
+    code, _, err = call(monkeypatch, capsys, "run", "./mine.py", *TINY, "--out", "out", "-q")
+    assert (code, err) == (0, "")
+    assert [path.name for path in Path("out/files").iterdir()] == ["mine.py"]
+    assert Path("out/files/mine.py").read_bytes() == Path("mine.py").read_bytes()
+    assert not list(Path("out").glob(".*tmp"))
+    refused("run", *TINY, "--out", "out", says="exists already")
+
+
+def test_a_comparison_that_a_kill_left_behind(monkeypatch, capsys, tmp_path):
+    """Before its plan was written, or within the folder of a run of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    for name in (".lock", "compare.toml", ".compare.json.tmp"):
+        (Path("out") / name).write_text("")
+    words = ["compare", "fedavg", *TINY, "--seeds", "1", "--no-baseline", "--out", "out", "-q"]
+    assert call(monkeypatch, capsys, *words)[0] == 0
+    (Path("out") / "seed_0" / "config.toml").unlink()
+    shutil.rmtree(Path("out") / "seed_0" / "fedavg")
+    shutil.rmtree(Path("out") / "seed_0" / "report")
+    code, _, err = call(monkeypatch, capsys, "resume", "out", "-q")
+    assert (code, err) == (0, "")
+
+
+def test_links_in_what_was_left_behind_are_not_followed(leftover, monkeypatch, capsys):
+    precious = Path("precious")
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    shutil.rmtree(leftover / "files")
+    (leftover / "files").symlink_to(precious.resolve())
+    (leftover / "clients.json").unlink()
+    (leftover / "clients.json").symlink_to((precious / "file").resolve())
+    assert call(monkeypatch, capsys, "run", "./mine.py", *TINY, "--out", "out", "-q")[0] == 0
+    assert everything("precious") == {"precious/file": b"x"}
 
 
 def test_out_that_is_a_file(refused):

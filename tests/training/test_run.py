@@ -303,6 +303,45 @@ def test_divergence_ends_a_method_and_the_others_go_on(tmp_path, engine):
     assert (code, again) == (1, err)
 
 
+def test_nothing_is_left_to_do_after_a_divergence(tmp_path):
+    """Whoever diverged has a result that says so, and the methods and seeds after it are carried out."""
+    words = [
+        "fedavg",
+        "ditto",
+        "pgfed",
+        "--lr",
+        "100",
+        "--rounds",
+        "8",
+        "--clients",
+        "5",
+        "--epochs",
+        "1",
+        "--hidden",
+        "8",
+    ]
+    words += ["--batch-size", "30", "--engine", "sequential", "--no-baseline", "-q"]
+    code, _, err = call("run", *words, "--out", tmp_path / "run")
+    assert (code, err.count("\n")) == (1, 1)
+    results = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "run").glob("*/result.json")}
+    assert set(results) == {"fedavg", "ditto", "pgfed"}
+    assert (
+        {name for name, result in results.items() if result.get("diverged", "").startswith("training diverged")}
+        == {name for name in results if f"{name}: training diverged" in err}
+        >= {"ditto"}
+    )
+    logs = {path: path.read_bytes() for path in (tmp_path / "run").glob("*/rounds.jsonl")}
+    assert call("resume", tmp_path / "run", "-q")[::2] == (1, err)
+    assert {path: path.read_bytes() for path in logs} == logs
+    words = ["ditto", "fedavg", *words[3:], "--seeds", "2", "--rounds", "3"]
+    code, out, err = call("compare", *words, "--out", tmp_path / "both")
+    assert (code, err.count("\n"), "Ditto (diverged)" in out) == (1, 1, True)
+    assert "ditto: 2 of 2 seeds: training diverged" in err
+    assert len(list((tmp_path / "both").glob("seed_?/*/result.json"))) == 4
+    assert (tmp_path / "both" / "compare.md").exists()
+    assert call("resume", tmp_path / "both", "-q")[::2] == (1, err)
+
+
 def test_secrets_stay_outside(tmp_path, monkeypatch):
     """Nothing of the environment is written into a run folder."""
     canary = "tok_5f3c9a"

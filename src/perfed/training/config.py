@@ -214,9 +214,25 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+# What a new folder holds until its last file is written, which is its configuration, or a comparison's plan.
+FIRST = ".lock"
+BETWEEN = {FIRST, "files", "clients.json", "env.json", "compare.toml"}
+
+
+def is_leftover(folder: Path) -> bool:
+    """Tell a folder of a run that was killed while the folder was made: nothing in it is worth anything."""
+    if not folder.is_dir() or folder.is_symlink():
+        return False
+    names = {path.name for path in folder.iterdir()}
+    ours = {name for name in names if name in BETWEEN or (name.startswith(".") and name.endswith(".tmp"))}
+    return FIRST in names and names == ours and not (folder / FIRST).is_symlink()
+
+
 def refuse_taken(folder: Path | None) -> None:
-    """Refuse a folder that is not empty: a run's is new."""
-    if folder is not None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Refuse a folder that is not empty: a run's is new. What a killed run left behind does not count."""
+    if folder is None or not folder.exists() or is_leftover(folder):
+        return
+    if not folder.is_dir() or any(folder.iterdir()):
         raise Problem(f"'{folder}' exists already; choose another --out, or continue it with `perfed resume {folder}`")
 
 
@@ -224,9 +240,23 @@ def new_folder(folder: Path) -> None:
     """Make the folder of a run or a comparison; refuse a place where that cannot be."""
     refuse_taken(folder)
     try:
+        if is_leftover(folder):
+            _clear(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / FIRST).touch()
     except OSError as error:
         raise Problem(f"cannot make the folder '{folder}': {error.strerror}") from None
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a killed run left in its folder, except the first file; links are removed, not followed."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            for copy in path.iterdir():
+                copy.unlink()
+            path.rmdir()
+        elif path.name != FIRST:
+            path.unlink()
 
 
 def _refuse_of_others(name: str, entries: list[catalog.Entry]) -> None:

@@ -38,7 +38,7 @@ from perfed.data.preparation import Column, Preparation
 from perfed.engines.scores import PERSONAL
 from perfed.models import is_path
 from perfed.training import files
-from perfed.training.config import Config, from_dict, new_folder, read_toml, to_toml
+from perfed.training.config import Config, from_dict, is_leftover, new_folder, read_toml, to_toml
 
 OWN_FILES = "files"
 
@@ -123,6 +123,9 @@ class RunFolder:
         """Read the configuration; the user's own files are found inside the folder."""
         if not self.path.is_dir():
             raise Problem(f"there is no run folder '{self.path}'")
+        if is_leftover(self.path):
+            again = f"its command, with --out '{self.path}', begins anew"
+            raise Problem(f"the run in '{self.path}' was stopped before it had begun: {again}")
         if not self.begun:
             raise Problem(f"'{self.path}' is not a run folder: it has no config.toml")
         raw = read_toml(self.config_file)
