@@ -303,6 +303,7 @@ def test_divergence_ends_a_method_and_the_others_go_on(tmp_path, engine):
     assert (code, again) == (1, err)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_do_after_a_divergence(tmp_path):
     """Whoever diverged has a result that says so, and the methods and seeds after it are carried out."""
     words = [
@@ -320,7 +321,7 @@ def test_nothing_is_left_to_do_after_a_divergence(tmp_path):
         "--hidden",
         "8",
     ]
-    words += ["--batch-size", "30", "--engine", "sequential", "--no-baseline", "-q"]
+    words += ["--engine", "sequential", "--no-baseline", "-q"]
     code, _, err = call("run", *words, "--out", tmp_path / "run")
     assert (code, err.count("\n")) == (1, 1)
     results = {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "run").glob("*/result.json")}

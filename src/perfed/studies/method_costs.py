@@ -98,7 +98,10 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     try:
-        _federation(entry, model, clients, own).step()
+        declaring, federation = (_federation(entry, each, clients, own) for each in (Model(network), model))
+        declaring.step()  # with a specimen of a client, whose passes are nobody's
+        federation.engine.declared = declaring.engine.declared
+        federation.step()
     finally:
         torch.set_num_threads(threads)
     return np.maximum(model.seen, 0) / count
