@@ -211,7 +211,6 @@ def test_a_gradient_through_a_clients_own_vmap():
     assert expected.abs().sum() > 0
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch's own forward derivatives
 def test_a_forward_derivative_through_a_clients_own_vmap():
     """Kernels have none, and PyTorch takes what has none for constant."""
     draw = torch.Generator().manual_seed(3)

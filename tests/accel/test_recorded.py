@@ -252,3 +252,106 @@ def test_a_gradient_of_the_head_alone_goes_back_no_further(decay):
     assert back_through_convolutions(descent("body")) == 1
     both = lambda theta, batch: rod.step((theta, theta[:0], 0 * theta, theta[:0]), batch, theta[:3])
     assert back_through_convolutions(both) == 1
+
+
+# ---------------------------------------------------------------------- what fails where it is recorded
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(monkeypatch):
+    """The machine's own error costs time and one line, not the run."""
+    from perfed.accel import loops
+
+    def failing(*_):
+        raise RuntimeError("NYI: Tensor.clone(memory_format) inside vmap\nis a long story")
+
+    make = lambda: FedAvg(Model(toy.norm_net, dtype=torch.float64), epochs=1, batch_size=5)
+    clients, cohorts, notices = toy.toy_clients((7, 5)), [(0, 1)] * 2, []
+    expected = checks.play(Vectorised(Job(make(), clients)), cohorts)
+    monkeypatch.setattr(loops, "record", failing)
+    engine = Vectorised(Job(make(), clients), fast=True, notice=notices.append)
+    checks.compare(checks.play(engine, cohorts), expected, "after all not recorded", tolerance=0)
+    (notice,) = notices
+    assert notice == (
+        "recording the steps failed, so they run as they are, several times slower "
+        "(RuntimeError: NYI: Tensor.clone(memory_format) inside vmap)"
+    )
+    assert engine.recording_seconds is None
+
+
+def test_kernels_that_fail_are_left_alone(monkeypatch):
+    """In an evaluation, too, and for several runs with starts of their own."""
+    from perfed.accel import cohort_layers
+
+    def failing(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(cohort_layers, "cross_entropy", failing)
+    notices = []
+    jobs = [Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4, seed=s), picture_clients(False), s) for s in (0, 3)]
+    engine = Vectorised(*jobs, fast=True, notice=notices.append)
+    federations = [Federation(engine, run) for run in range(2)]
+    step(federations)
+    for seed, federation in zip((0, 3), federations, strict=True):
+        alone = Federation(Sequential(Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4, seed=seed),
+                                          picture_clients(False), seed)))  # fmt: skip
+        alone.step()
+        assert checks.difference(federation.server, alone.server) < 1e-5
+        assert checks.difference(federation.evaluate().tables, alone.evaluate().tables) < 1e-3
+    assert len(notices) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Curious(FedAvg):
+    """A step that looks at a number, which no batched engine can."""
+
+    def step(self, carry, batch, given):
+        return carry * 2 if carry.sum() > 0 else carry
+
+    def local(self, client, down, data):
+        return client, Up(mean=data.fold(self.step, down.shared))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistaken(FedAvg):
+    """A step with a mistake."""
+
+    def step(self, carry, batch, given):
+        raise KeyError("mine")
+
+    def local(self, client, down, data):
+        return client, Up(mean=data.fold(self.step, down.shared))
+
+
+@pytest.mark.parametrize(("kind", "error", "words"), [(Curious, RuntimeError, "vmap"), (Mistaken, KeyError, "mine")])
+def test_errors_of_ones_own_code_come_out_as_they_are(kind, error, words):
+    notices = []
+    method = kind(Model(toy.plain_net, dtype=torch.float64), epochs=1)
+    with pytest.raises(error, match=words):
+        checks.play(Vectorised(Job(method, toy.toy_clients()), fast=True, notice=notices.append), [(0, 1)])
+    assert not notices
+
+
+def test_a_compiler_that_fails_is_left_alone():
+    def backend(*_):
+        raise RuntimeError("no compiler")
+
+    torch._dynamo.register_backend(backend, name="failing")
+    notices, make = [], lambda: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=1, batch_size=5)
+    clients = toy.toy_clients((5, 5))
+    engine = Vectorised(Job(make(), clients), compile="failing", notice=notices.append)
+    actual = checks.play(engine, [(0, 1)])
+    checks.compare(actual, checks.play(Sequential(Job(make(), clients)), [(0, 1)]), "not compiled")
+    assert len(notices) == 1
+    assert notices[0].startswith("compiling the steps failed")
+
+
+def test_batch_norm_has_one_layout_under_vmap(monkeypatch):
+    """cuDNN asks for the gradient in the layout of the input, which vmap can only give where there is one alone."""
+    model = Model(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)))
+    theta, x = torch.stack([model.init(0)] * 2), torch.randn(2, 4, 3, 8, 8)
+    seen, plain = set(), F.batch_norm
+    monkeypatch.setattr(F, "batch_norm", lambda x, *rest, **more: seen.add(x.dim()) or plain(x, *rest, **more))
+    many = vmap(lambda t, x: model.apply(t, x, train=True)[0])(theta, x.to(memory_format=torch.channels_last_3d))
+    assert seen == {3}
+    alone = torch.stack([model.apply(theta[0], rows, train=True)[0] for rows in x])
+    torch.testing.assert_close(many, alone)

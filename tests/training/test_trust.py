@@ -141,17 +141,24 @@ def test_a_state_that_would_not_come_back_is_refused(tmp_path):
 
 
 NETS = {
-    "global dropout": "F.dropout(self.head(x.flatten(1)), 0.5, self.training)",
+    "noise": "self.head(x.flatten(1) + (torch.randn(4) if self.training else 0))",
+    "dropout at any time": "F.dropout(self.head(x.flatten(1)), 0.5)",
     "mixes samples": "self.head(x.flatten(1) - x.flatten(1).mean(0))",
 }
 
 
 @pytest.mark.parametrize(
-    ("what", "message"), [("global dropout", "random numbers"), ("mixes samples", "mixes the samples")]
+    ("what", "message"),
+    [
+        ("noise", "random numbers of its own in training"),
+        ("dropout at any time", "random numbers of its own in evaluation"),
+        ("mixes samples", "mixes the samples"),
+    ],
 )
 def test_networks_that_would_differ_silently_are_refused(what, message, tmp_path):
     write_clients(tmp_path / "data")
     lines = [
+        "import torch",
         "import torch.nn.functional as F",
         "from torch import nn",
         "class Net(nn.Module):",

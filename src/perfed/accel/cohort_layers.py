@@ -16,6 +16,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack, is_functor
 from perfed.accel import operators
 from perfed.accel.fused_layers import Conv
 from perfed.accel.kernels import conv, norm
+from perfed.core.functions import plain_draw
 from perfed.core.layers import Drop, Norm
 
 MOST_CHANNELS = 128  # of a convolution: more do not fit into a program's memory
@@ -67,13 +68,18 @@ class CohortNorm(Norm):
         return self.by_hand(x, self.running_mean, self.running_var)
 
 
+def draw(like: Tensor, key: Tensor, salt: int, call: int, shape: tuple[int, ...]) -> Tensor:
+    """Do what `functions.plain_draw` does, in one launch."""
+    if not batched(like, key):
+        return plain_draw(like, key, salt, call, shape)
+    return operators.uniform(key, salt, call, math.prod(shape)).reshape(shape)
+
+
 class CohortDrop(Drop):
     """Run a dropout whose numbers are drawn in one launch."""
 
     def _draw(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if not batched(x, self.key):
-            return super()._draw(x, shape)
-        return operators.uniform(self.key, self.salt, self.calls, math.prod(shape)).reshape(shape)
+        return draw(x, self.key, self.salt, self.calls, shape)
 
 
 class CohortGroupNorm(nn.GroupNorm):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 
 from perfed.accel import cpu_backward, fused_layers
+from perfed.core.functions import plain_draw
 from perfed.core.layers import Drop
 from perfed.core.model import Batch, Loss, Model
 
@@ -95,6 +96,9 @@ class FastModel(Model):
     def _watch(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         for seen in self._watchers:
             seen.append(inputs[0])
+
+    def _draw(self, like: Tensor, key: Tensor, salt: int, call: int, shape: tuple[int, ...]) -> Tensor:
+        return (self._cohort_layers.draw if self._cohort_layers else plain_draw)(like, key, salt, call, shape)
 
     def _losses(self, out: Tensor, y: Tensor) -> Tensor:
         return self._cohort_layers.cross_entropy(out, y) if self._cohort_layers else super()._losses(out, y)

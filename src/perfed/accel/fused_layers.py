@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx.proxy import TraceError
 
 from perfed.core import layers
 
@@ -95,12 +96,23 @@ def _ours(module: nn.Module) -> bool:
 class _Tracer(fx.Tracer):
     def __init__(self, head: str):
         super().__init__()
-        self.head = head
+        self.head, self.begun = head, _surroundings()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # Hooks belong to calls of modules: one that is looked into is no longer called.
         whole = module_qualified_name == self.head or hooked(m) or _ours(m)
         return whole or super().is_leaf_module(m, module_qualified_name)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _surroundings() != self.begun:  # a graph knows of no `with`: it would train what is to be frozen
+            raise TraceError("the network's code changes how PyTorch works (no_grad, autocast)")
+        return super().create_node(*args, **kwargs)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return what a `with` around operations changes: gradients, and the numbers they are computed in."""
+    casts = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts
 
 
 def trace(net: nn.Module, head: str = "") -> fx.Graph | None:

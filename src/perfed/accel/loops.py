@@ -66,13 +66,14 @@ class Loop:
             clients: whose samples are read.
             split: which of them.
             dtype: type of the samples.
-            keyed: steps draw random numbers.
+            keyed: every step has keys of its own.
             weighted: a batch can be partial.
             body: the step of all rows.
             carried: how many of `inside` are the carry.
         """
         self.pool, self.clients, self.split, self.dtype = pool, clients, split, dtype
         self.keyed, self.weighted, self.body = keyed, weighted, body
+        self.draws = False  # whether a step reads its keys, known once it is traced
         room = lambda t, b: torch.empty((rows, *t.shape[1:]) if b else t.shape, dtype=t.dtype, device=t.device)
         places = [room(t, b) for t, b in zip(inside, batched, strict=True)]
         self.carry, self.given, self.batched = places[:carried], places[carried:], batched[carried:]
@@ -117,7 +118,7 @@ class Loop:
             sample = (index.clamp_min(0) + self.start[:width, None]).clamp_max(len(source.y) - 1)
             x = clients.ready(source.x[sample.flatten()], self.dtype).unflatten(0, sample.shape)
             y, weight = source.y[sample], (index >= 0).to(self.dtype)
-        keys = step_keys(key[:width], self.counter) if self.keyed else key[:width]
+        keys = step_keys(key[:width], self.counter) if self.keyed and self.draws else key[:width]
         return [x, y, weight, keys] if self.weighted else [x, y, keys]
 
     def _inputs(self, width: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -136,6 +137,10 @@ class Loop:
         samples, given = self._inputs(width)
         carry = [c[:width] for c in self.carry]
         graph = record(self._ordered, *carry, *samples, *given)
+        holders = graph.find_nodes(op="placeholder")
+        each = 4 if self.weighted else 3  # of the tensors of a draw, the last one is its keys
+        for draw in range(len(self.keys)):
+            self.draws |= bool(holders[len(carry) + each * (draw + 1) - 1].users)
         (results,) = next(n for n in graph.nodes if n.op == "output").args
         after = [r.meta["val"] for r in results]
         refuse_other_form(form(carry), [(kind.shape, kind.dtype) for kind in after])

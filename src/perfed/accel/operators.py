@@ -102,7 +102,7 @@ class _ForBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # noqa: ARG004
-        raise RuntimeError("second derivatives need PyTorch's own layers: run with --no-fast")
+        raise RuntimeError("second derivatives need PyTorch's own layers")
 
 
 class _Conv(_ForBlocks):

@@ -102,9 +102,7 @@ class _Recorder(TorchDispatchMode):
         if not all(leaf is None or isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
             if constant:  # known for good
                 return out
-            raise RuntimeError(
-                f"a step that is recorded cannot look at the numbers of a tensor ({func}): use --no-fast"
-            )
+            raise RuntimeError(f"a step that is recorded cannot look at the numbers of a tensor ({func})")
         if func in _LIKES and _light(out):
             # It needs only the shape: a gradient begins with ones like the loss, which nobody reads.
             func, read, constant = torch.ops.aten.full.default, ((list(out.shape), _LIKES[func]), _kind(out)), False
@@ -130,7 +128,7 @@ class _Recorder(TorchDispatchMode):
             others = [*(t for t in self.nodes if t is not target), *self.constants.buffers()]
             if all(t.untyped_storage().data_ptr() != memory for t in others):
                 return other
-        raise RuntimeError(f"a step that is recorded cannot write over a tensor ({func}): use --no-fast")
+        raise RuntimeError(f"a step that is recorded cannot write over a tensor ({func})")
 
 
 def _light(value: Tensor) -> bool:

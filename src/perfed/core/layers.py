@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from perfed.core.errors import Problem
-from perfed.core.random import derive, uniform
+from perfed.core.functions import plain_draw
 
 
 class Norm(nn.Module):
@@ -20,7 +21,10 @@ class Norm(nn.Module):
     def __init__(self, old: nn.modules.batchnorm._BatchNorm):
         super().__init__()
         if old.momentum is None or old.running_mean is None or old.running_var is None:
-            raise Problem("BatchNorm must have a momentum and running statistics")
+            raise Problem(
+                "BatchNorm needs a momentum and running statistics: momentum=None averages over batches that a model "
+                "between two rounds no longer knows of, and without statistics a prediction depends on its neighbours"
+            )
         self.weight, self.bias, self.eps, self.momentum = old.weight, old.bias, old.eps, old.momentum
         self.register_buffer("running_mean", old.running_mean)
         self.register_buffer("running_var", old.running_var)
@@ -32,9 +36,10 @@ class Norm(nn.Module):
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         per_sample = x[0, 0].numel()
         if not self.weighted and x.shape[0] * per_sample > 1:
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, True, self.momentum, self.eps
-            )
+            # cuDNN wants a gradient in the layout of x, which vmap cannot give; in three dimensions there is only one.
+            rows = x.flatten(2) if x.dim() > 3 and is_functorch_wrapped_tensor(x) else x
+            statistics, affine = (self.running_mean, self.running_var), (self.weight, self.bias)
+            return F.batch_norm(rows, *statistics, *affine, True, self.momentum, self.eps).view(x.shape)
         # By hand: weights, or a single value per channel (which PyTorch refuses: a client with one sample trains).
         weight = self.samples if self.weighted else torch.ones_like(x[:, 0].reshape(x.shape[0], -1)[:, 0])
         channel, dims = _per_channel(x), (0, *range(2, x.dim()))
@@ -81,7 +86,7 @@ class Drop(nn.Module):
 
     def _draw(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return a number in [0, 1) for every unit of x."""
-        return uniform(derive(self.key, self.salt, self.calls), shape, x.dtype)
+        return plain_draw(x, self.key, self.salt, self.calls, shape)
 
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -104,6 +109,10 @@ def swap(module: nn.Module) -> nn.Module:
                 made[child] = child  # it stays, but counts: the units that are dropped depend on a Drop's number
             elif isinstance(child, nn.AlphaDropout | nn.FeatureAlphaDropout):
                 raise Problem(f"the model uses {type(child).__name__}, which has no keyed form here: use Dropout")
+            elif isinstance(child, nn.Embedding | nn.EmbeddingBag):
+                if child.max_norm is not None:
+                    raise Problem(f"{type(child).__name__} with max_norm writes over its weights when it is called")
+                child.sparse = False  # all gradients are parts of one vector
             else:
                 walk(child)
 

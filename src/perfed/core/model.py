@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call
 from torch.func import grad as functional_grad
 
 from perfed.core.errors import Problem
+from perfed.core.functions import Alike, plain_draw
 from perfed.core.layers import Drop, Norm, swap
 
 ALIGN = 4
@@ -124,6 +126,9 @@ class Model:
         net.requires_grad_(False)
         self._keyed = [name for name, m in net.named_modules() if isinstance(m, Drop)]
         self._normed = [name for name, m in net.named_modules() if isinstance(m, Norm)]
+        # Whether it calls functions that `Alike` stands in for, and draws with them; by mode, once it has run.
+        self._calls: dict[str, bool] = {}
+        self._drew: dict[str, bool] = {}
 
         params = {name: p.shape for name, p in net.named_parameters()}
         kept = net.state_dict()  # buffers that are not saved, such as tables of positions, are constants
@@ -169,8 +174,18 @@ class Model:
 
     @property
     def keyed(self) -> bool:
-        """Return True if a training step draws random numbers (dropout)."""
-        return bool(self._keyed)
+        """Return True if a training step draws random numbers (dropout), as far as that is known."""
+        return bool(self._keyed) or self.draws
+
+    @property
+    def draws(self) -> bool:
+        """Return True if functions drew random numbers in training: dropout that is no module."""
+        return any(self._drew.values())
+
+    @property
+    def tried(self) -> bool:
+        """Return True if a training pass has run, so that `draws` is known."""
+        return bool(self._drew)
 
     def part(self, pattern: str) -> Part:
         """Select entries of theta by name.
@@ -283,11 +298,25 @@ class Model:
                 if key is None:
                     raise RuntimeError("dropout in training needs the batch's key: pass key=batch.key")
                 parts[f"{name}.key"] = key
-        out = self._call(mode, parts, x, options)
+        out = self._run(mode, parts, x, options, key)
         if train and self.Q:
             fresh = [parts[name].reshape(-1) for name in self._buffers]
             theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
         return out, theta
+
+    def _run(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any], key: Tensor | None) -> Any:
+        # A network is watched once in each mode: those that call no such function run without the cost of watching.
+        watch = self._calls.get(mode, True) and not torch.compiler.is_compiling()
+        if not watch or (mode == "eval" and not any(map(is_functorch_wrapped_tensor, (x, *parts.values())))):
+            return self._call(mode, parts, x, options)  # an evaluation of one client is PyTorch's own
+        with Alike(key, mode != "eval", self._draw) as functions:
+            out = self._call(mode, parts, x, options)
+        self._calls[mode] = functions.met
+        if mode != "eval":
+            self._drew[mode] = functions.drew
+        return out
+
+    _draw = staticmethod(plain_draw)
 
     def _call(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any]) -> Any:
         return functional_call(self._network(mode), parts, (x,), options)

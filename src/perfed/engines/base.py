@@ -7,6 +7,7 @@ or more runs: a run's federation sends a request and gets a reply. Every engine 
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -227,14 +228,22 @@ class Engine(ABC):
     name: ClassVar[str]
     kernels = False  # whether a method's model uses kernels for whole cohorts
 
-    def __init__(self, *jobs: Job, train_scores: bool = False, memory: Sequence[int | None] = (None,)):
+    def __init__(
+        self,
+        *jobs: Job,
+        train_scores: bool = False,
+        memory: Sequence[int | None] = (None,),
+        notice: Callable[[str], None] = warnings.warn,
+    ):
         """Make an engine.
 
         Args:
             jobs: the runs that it serves; requests name them by their place here.
             train_scores: score the training samples in evaluations, too.
             memory: bytes of clients' states that are kept on the device, then in the host's memory; None: no limit.
+            notice: is told in one line what is not as somebody may expect.
         """
+        self.notice = notice
         self.jobs = [self._prepared(job) for job in jobs]
         self.train_scores = train_scores
         self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received

@@ -229,8 +229,7 @@ class Fold:
         body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
         key = ("fold", self.block.clients, plan, weighted, *runner.identity(self.step, self.form, self.batched))
         shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
-        keyed = check_step(self.step)[1].model.keyed
-        about = (self.block.clients, "train", self.block.dtype, keyed, weighted, body, self.carried)
+        about = (self.block.clients, "train", self.block.dtype, True, weighted, body, self.carried)
         loop = runner.recorder.loop(key, inside, self.batched, shape, *about)
         self._count()
         return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start), self.totals)
@@ -464,8 +463,11 @@ class Runner:
         weighted = batches[0].weight is not None
         whole = self.batch_step(step, form, batched, len(batches), weighted)
         flat = [t for b in batches for t in b if t is not None]
+        model = check_step(step)[1].model
+        if self.compile and not model.tried:
+            whole(*flat, *inside)  # whether it draws random numbers shows when it has run
         # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
-        if not self.compile or (check_step(step)[1].model.keyed and flat[0].is_cuda):
+        if not self.compile or model.draws or (model.keyed and flat[0].is_cuda):
             return list(whole(*flat, *inside))
         shape = tuple(t.shape for t in (*flat, *inside))
         key = (*self.identity(step, form, batched), len(batches), weighted, shape)

@@ -7,7 +7,7 @@ into blocks, and put together again; the cohorts of several runs that are alike 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,8 +25,9 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive, mix
 from perfed.core.tree import integers, tree_map
-from perfed.engines.base import Engine, Job, Results, Work
+from perfed.engines.base import Engine, EvaluationReply, EvaluationRequest, Job, Reply, Request, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
+from perfed.engines.local import reason_of
 
 
 class Vectorised(Engine):
@@ -63,8 +64,7 @@ class Vectorised(Engine):
 
             self.runner.recorder = Recorder()
         _refuse_unlike(self.jobs)
-        seeds = [job.method.seed for job in self.jobs]
-        self._model_of_all = with_starts(self.method.model, seeds) if len(seeds) > 1 else self.method.model
+        self._model_of_all = self._with_all_starts()
         for split in SPLITS:
             y = self.clients.split(split).y
             known = not len(y) or 0 <= int(y.min()) <= int(y.max()) < self.clients.classes
@@ -84,6 +84,45 @@ class Vectorised(Engine):
         parts = [part(table, begin, end) for begin, end in pairwise(offsets)]
         self.jobs = [replace(job, clients=clients) for job, clients in zip(self.jobs, parts, strict=True)]
         return table, offsets[:-1]
+
+    def _with_all_starts(self) -> Model:
+        seeds = [job.method.seed for job in self.jobs]
+        return with_starts(self.method.model, seeds) if len(seeds) > 1 else self.method.model
+
+    # ------------------------------------------------------------------ with help, and without
+
+    def exchange(self, requests: Sequence[Request]) -> list[Reply]:
+        """Let clients train, see `Engine.exchange`; without recording and kernels where these fail."""
+        return self._carry_out(super().exchange, requests)
+
+    def evaluate(self, requests: Sequence[EvaluationRequest]) -> list[EvaluationReply]:
+        """Let clients predict, see `Engine.evaluate`; without recording and kernels where these fail."""
+        return self._carry_out(super().evaluate, requests)
+
+    def _carry_out(self, do: Callable[[Any], Any], requests: Any) -> Any:
+        """Do what is requested; where kernels, recording or the compiler fail, again and from here on without them.
+
+        Nothing has changed by then, since states are kept by a reply's `settle`. What fails without them too is the
+        method's or the network's own error, and comes out as it is.
+        """
+        if self.runner.recorder is None and not self.runner.compile:
+            return do(requests)
+        try:
+            return do(requests)
+        except Problem:
+            raise
+        except Exception as error:  # the machine's, or somebody's own code's: the second time tells
+            reason, what = reason_of(error), "recording" if self.runner.recorder else "compiling"
+        self._do_without()
+        results = do(requests)
+        self.notice(f"{what} the steps failed, so they run as they are, several times slower ({reason})")
+        return results
+
+    def _do_without(self) -> None:
+        self.kernels = False
+        self.runner.recorder, self.runner.compile = None, False
+        self.jobs = [self._prepared(job) for job in self.jobs]
+        self._model_of_all = self._with_all_starts()
 
     @property
     def useful(self) -> float:

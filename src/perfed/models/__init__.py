@@ -69,18 +69,24 @@ def make_network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> C
     return lambda: network(shape, classes, config)
 
 
-def build(config: ModelConfig, clients: Clients) -> Callable[[], nn.Module]:
+def build(config: ModelConfig, clients: Clients, precision: str = "float32") -> Callable[[], nn.Module]:
     """Make the factory of a network for these clients' samples, and try it.
 
     Args:
         config: names the network and holds its settings.
         clients: those who train it.
+        precision: the numbers that the run computes in.
 
     Returns:
         A function that makes the network, new at each call.
     """
-    from perfed.models.trial import refuse_unfit  # imports torch
+    import torch
+
+    from perfed.models.trial import refuse_other_gradients, refuse_unfit
 
     make = make_network(config, clients.shape, clients.classes)
-    refuse_unfit(make, config.name or suits(clients.shape), clients)
+    name, dtype = config.name or suits(clients.shape), getattr(torch, precision)
+    refuse_unfit(make, name, clients, dtype)
+    if is_path(name):
+        refuse_other_gradients(make, name, clients, dtype)
     return make

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,16 +71,23 @@ def can_record(run: RunConfig, device: str) -> bool:
     return device.startswith("cuda") and run.fast and not run.compile and find_spec("triton") is not None
 
 
-def make_engine(name: str, jobs: Sequence[Job], run: RunConfig) -> Engine:
+def make_engine(
+    name: str, jobs: Sequence[Job], run: RunConfig, notice: Callable[[str], None] = warnings.warn
+) -> Engine:
     """Make an engine for a method in one or more runs.
 
     Args:
         name: as `pick_engine` returns it.
         jobs: the runs.
         run: the settings of engines.
+        notice: is told in one line what is not as somebody may expect.
     """
     device = jobs[0].method.model.device
-    common: dict[str, Any] = {"train_scores": run.train_scores, "memory": _state_memory(run.state_memory, device)}
+    common: dict[str, Any] = {
+        "train_scores": run.train_scores,
+        "memory": _state_memory(run.state_memory, device),
+        "notice": notice,
+    }
     if name == "workers":
         return Workers(*jobs, workers=run.workers, **common)
     if name == "vectorised" and jobs[0].method.vectorised:

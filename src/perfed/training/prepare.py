@@ -31,7 +31,7 @@ from perfed.data.normalise import resolve
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
 from perfed.models import build, is_path, suits
-from perfed.models.trial import refuse_mixing
+from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
 from perfed.training.engine import pick_device, pick_engine
@@ -50,6 +50,7 @@ class Experiment:
     network: Callable[[], nn.Module]
     device: str
     engine: str
+    notice: str = ""  # what should be known of the network
 
     def method(self, entry: catalog.Entry) -> Method:
         """Return a method with its settings."""
@@ -135,10 +136,13 @@ def prepare(config: Config) -> Experiment:
     data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
-    network = build(model, clients)
-    if engine == "vectorised":
-        refuse_mixing(network, clients)
-    experiment = Experiment(config, clients.to(device), network, device, engine)
+    network, notice = build(model, clients, config.run.precision), ""
+    why = unbatchable(network, clients, getattr(torch, config.run.precision)) if engine == "vectorised" else ""
+    if why and config.run.engine == engine:
+        raise Problem(f"the network cannot be run for many clients at once: {why}; use --engine sequential")
+    if why:
+        engine, notice = "sequential", f"clients train one after another, as the network cannot be batched: {why}"
+    experiment = Experiment(config, clients.to(device), network, device, engine, notice)
     for entry in config.entries():
         refuse_pointless(faults_of(config.run), entry.name, experiment.method(entry).epochs)
     return experiment

@@ -72,14 +72,15 @@ def train(
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
-    """Say what whoever begins a run should know of its data; runs that are alike say it once."""
+    """Say what whoever begins a run should know of its data and its network; runs that are alike say it once."""
     begun = [
         RunFolder(path).method(entry.name).path.exists()
         for path in folders
         for entry in experiments[0].config.entries()
     ]
     if not any(begun):
-        for notice in experiments[0].clients.notices:
+        of_network = [experiments[0].notice] if experiments[0].notice else []
+        for notice in (*experiments[0].clients.notices, *of_network):
             console.print(notice, highlight=False, markup=False)
 
 
@@ -248,7 +249,8 @@ def _train(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
     first = group[0]
     for run in group:
         run.notices()
-    engine = make_engine(first.experiment.engine, [run.job() for run in group], first.config)
+    notice = lambda text: console.print(f"{first.entry.name}: {text}", highlight=False, markup=False)
+    engine = make_engine(first.experiment.engine, [run.job() for run in group], first.config, notice)
     try:
         for place, run in enumerate(group):
             run.begin(engine, place)
