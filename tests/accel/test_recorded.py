@@ -345,6 +345,23 @@ def test_a_compiler_that_fails_is_left_alone():
     assert notices[0].startswith("compiling the steps failed")
 
 
+def test_dropout_as_a_function_is_not_compiled():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(F.dropout(x, 0.5, self.training))
+
+    notices, make = [], lambda: FedAvg(Model(Net, dtype=torch.float64), epochs=1, batch_size=5)
+    clients = toy.toy_clients((5, 5))
+    engine = Vectorised(Job(make(), clients), compile="eager", notice=notices.append)
+    actual = checks.play(engine, [(0, 1)])
+    checks.compare(actual, checks.play(Sequential(Job(make(), clients)), [(0, 1)]), "not compiled")
+    assert notices == ["steps whose dropout is a function are not compiled: they run as they are"]
+
+
 def test_batch_norm_has_one_layout_under_vmap(monkeypatch):
     """cuDNN asks for the gradient in the layout of the input, which vmap can only give where there is one alone."""
     model = Model(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 3)))

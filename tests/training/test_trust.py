@@ -1,5 +1,6 @@
 """What a run refuses to do silently: other data on resume, code from elsewhere, unseeded networks, other scales."""
 
+import io
 from collections import namedtuple
 from pathlib import Path
 
@@ -156,6 +157,22 @@ NETS = {
     ],
 )
 def test_networks_that_would_differ_silently_are_refused(what, message, tmp_path):
+    with pytest.raises(Problem, match=message):
+        prepare(with_net(what, tmp_path, engine="vectorised"))
+
+
+def test_a_network_that_cannot_be_batched_trains_client_by_client(tmp_path, monkeypatch):
+    """Where nobody asked for the batched engine, as on a GPU."""
+    monkeypatch.setattr("perfed.training.prepare.pick_engine", lambda *_: "vectorised")
+    config = with_net("mixes samples", tmp_path, engine="auto")
+    out = io.StringIO()
+    api.start(config, tmp_path / "run", Console(file=out, width=200))
+    assert out.getvalue().count("clients train one after another, as the network cannot be batched: it mixes") == 1
+    assert RunFolder(tmp_path / "run").config().run.engine == "sequential"
+
+
+def with_net(what, tmp_path, **run):
+    """The configuration of a run with one of the networks."""
     write_clients(tmp_path / "data")
     lines = [
         "import torch",
@@ -166,9 +183,8 @@ def test_networks_that_would_differ_silently_are_refused(what, message, tmp_path
     ]
     lines += ["        super().__init__()", "        self.head = nn.Linear(4, 2)", "    def forward(self, x):"]
     (tmp_path / "net.py").write_text("\n".join([*lines, f"        return {NETS[what]}", ""]))
-    raw = settings(tmp_path / "data", engine="vectorised") | {"model": {"name": f"{tmp_path / 'net.py'}:Net"}}
-    with pytest.raises(Problem, match=message):
-        prepare(from_dict(raw))
+    raw = settings(tmp_path / "data", **run) | {"model": {"name": f"{tmp_path / 'net.py'}:Net"}}
+    return from_dict(raw)
 
 
 def test_the_callers_threads_come_back(tmp_path):

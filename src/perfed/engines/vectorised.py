@@ -108,11 +108,16 @@ class Vectorised(Engine):
         if self.runner.recorder is None and not self.runner.compile:
             return do(requests)
         try:
-            return do(requests)
+            results = do(requests)
         except Problem:
             raise
         except Exception as error:  # the machine's, or somebody's own code's: the second time tells
             reason, what = reason_of(error), "recording" if self.runner.recorder else "compiling"
+        else:
+            if self.runner.compile and self.method.model.draws:
+                self.runner.compile = False
+                self.notice("steps whose dropout is a function are not compiled: they run as they are")
+            return results
         self._do_without()
         results = do(requests)
         self.notice(f"{what} the steps failed, so they run as they are, several times slower ({reason})")
