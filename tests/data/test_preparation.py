@@ -113,7 +113,7 @@ def test_a_constant_column_becomes_nothing_whatever_it_holds_later():
     assert plain["columns"][0]["std"] == 0
     samples = Preparation.of(plain).apply(torch.tensor([[0.1, 2.0], [1e6, 2.0]], dtype=torch.float64))
     assert samples.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    assert "of no use, because training rows hold one value of it: k" in words(plain)[0]
+    assert "of no use, because training rows hold at most one value of it: k" in words(plain)[0]
 
 
 def test_names_of_rows_are_no_texts():
@@ -216,6 +216,15 @@ def test_arrays_without_names(tmp_path):
     clients = own(tmp_path)
     assert clients.columns is None
     assert float(clients.train.x.mean()) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_client_without_training_rows_has_no_means_of_its_own(tmp_path):
+    x, y = np.arange(20.0).reshape(10, 2), np.arange(10) % 2
+    np.savez(tmp_path / "a.npz", x=x, y=y)
+    np.savez(tmp_path / "b.npz", x_train=x[:0], y_train=y[:0], x_test=x, y_test=y)
+    assert own(tmp_path).train.size == (6, 0)
+    with pytest.raises(Problem, match=r"'local' needs training rows of every client, and there are none of: b"):
+        own(tmp_path, normalise="local")
 
 
 def test_who_is_normalised_where_nobody_says():

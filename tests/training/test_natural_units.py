@@ -15,8 +15,10 @@ import perfed
 from perfed import api
 from perfed.cli import main
 from perfed.core.errors import Problem
+from perfed.data import load
 from perfed.data.config import DataConfig
 from perfed.data.preparation import Preparation
+from perfed.training.config import from_dict, place_flags
 from perfed.training.newcomers import personalise
 
 COLUMNS = ["age", "sex", "crp"]
@@ -181,3 +183,18 @@ def test_tables_of_version_0_1_stay_as_they_were(run, home, tmp_path):
     assert plain.pop("preparation")["normalise"] == "none"
     about.write_text(json.dumps(plain))
     assert perfed.load(tmp_path / "run").config.data.normalise == "none"
+
+
+@pytest.mark.slow
+def test_seeds_whose_tables_differ_train_one_after_another(tmp_path):
+    """A rare text may lie in one seed's training rows and not in another's: their samples have other shapes."""
+    (tmp_path / "data").mkdir()
+    for name in ("graz", "lima"):
+        lines = [{**row, "sex": "X"} if at == 3 and name == "lima" else row for at, row in enumerate(rows(1))]
+        write(tmp_path / "data" / f"{name}.csv", lines)
+    settings = {**SETTINGS, "data_dir": str(tmp_path / "data"), "engine": "vectorised", "rounds": 1}
+    configs = [from_dict(place_flags({**settings, "seed": seed}, ["fedavg"])) for seed in range(20)]
+    by_shape = {load(config.data, config.run.seed).shape: config for config in configs}
+    assert len(by_shape) == 2
+    done = api.carry_out(list(by_shape.values()), [tmp_path / "one", tmp_path / "other"], Console(quiet=True))
+    assert [run.result("fedavg")["rounds"] for run in done] == [1, 1]

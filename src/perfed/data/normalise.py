@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from perfed.core.errors import Problem
+from perfed.core.errors import Problem, few
 from perfed.data.catalog import usual_normalise
 from perfed.data.config import DataConfig
 from perfed.data.images import moments
@@ -86,6 +86,10 @@ def _table(
     sums_of = lambda values, texts: {
         name: sums(Records(values[mine].astype(np.float64), texts)) for name, mine in training.items()
     }
+    if chosen == "local" and (untrained := [name for name, mine in training.items() if not len(mine)]):
+        raise Problem(
+            f"data.normalise 'local' needs training rows of every client, and there are none of: {few(untrained)}"
+        )
     if known is None:
         values, plain = pool.x, join(sums_of(pool.x, texts), pool.columns, chosen)
         if plain is None:

@@ -328,7 +328,8 @@ def words(plain: Mapping[str, Any]) -> list[str]:
     lines += [f"no values at all: {few(absent, most=3)}"] if absent else []
     if any(plain.get("traffic", {}).values()):
         numbers = "numeric columns" if table else "channels"
-        sent = [f"counts, sums and sums of squares of {numbers}"] * (plain["normalise"] == "federated")
+        counted = plain["normalise"] == "federated" and len(texts) < max(1, len(columns))
+        sent = [f"counts, sums and sums of squares of {numbers}"] * counted
         sent += ["which texts occur"] * bool(texts) + ["which columns have gaps"] * bool(flagged and not sent)
         lines.append(
             f"before round 1 each client sent of its training samples: {', '.join(sent)} "
@@ -351,4 +352,4 @@ def _treatments(normalise: str, columns: Sequence[Column]) -> list[str]:
     lines = [f"{len(numbers)} numeric column{'s' * (len(numbers) != 1)} {scale[normalise]}"] if numbers else []
     lines += [f"text becomes one-hot ({few(texts)})"] if texts else []
     lines += [f"missing values filled and flagged ({few(flagged)})"] if flagged else []
-    return lines + ([f"of no use, because training rows hold one value of it: {few(alike)}"] if alike else [])
+    return lines + ([f"of no use, because training rows hold at most one value of it: {few(alike)}"] if alike else [])

@@ -48,7 +48,7 @@ def read_cells(columns: Sequence[str], rows: Sequence[Sequence[str]], place: Cal
     """
     values, texts = np.empty((len(rows), len(columns))), []
     for number, name in enumerate(columns):
-        values[:, number], known = _column([row[number].strip() for row in rows], name, place)
+        values[:, number], known = _column([row[number] for row in rows], name, place)
         texts.append(known)
     return Records(values, tuple(texts), tuple(columns))
 
@@ -69,16 +69,15 @@ def from_frame(frame: Any) -> Records:
 
 def _column(cells: list[str], name: str, place: Callable[[int], str]) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return a column's values, and its texts where it holds texts."""
+    try:
+        return _finite([float(cell) for cell in cells], place), None
+    except ValueError:  # gaps, or text
+        cells = [cell.strip() for cell in cells]
     known = [cell.lower() not in MISSING for cell in cells]
     numbers = [_number(cell) if there else np.nan for cell, there in zip(cells, known, strict=True)]
     wrong = [row for row, number in enumerate(numbers) if number is None]
     if not wrong:
-        values = np.array(numbers, dtype=np.float64)
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite
-            infinite = np.isinf(values.astype(np.float32))
-        if infinite.any():
-            raise Problem(f"{place(int(infinite.argmax()))}: a feature is not a finite number")
-        return values, None
+        return _finite(numbers, place), None
     right = [row for row, number in enumerate(numbers) if known[row] and number is not None]
     if right:
         raise Problem(
@@ -90,6 +89,16 @@ def _column(cells: list[str], name: str, place: Callable[[int], str]) -> tuple[n
     texts = tuple(sorted({cells[row] for row in wrong}))
     number_of = {text: float(number) for number, text in enumerate(texts)}
     return np.array([number_of[cell] if there else np.nan for cell, there in zip(cells, known, strict=True)]), texts
+
+
+def _finite(numbers: Sequence[float | None], place: Callable[[int], str]) -> np.ndarray:
+    """Return numbers as an array; refuse what float32 cannot hold."""
+    values = np.array(numbers, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        infinite = np.isinf(values.astype(np.float32))
+    if infinite.any():
+        raise Problem(f"{place(int(infinite.argmax()))}: a feature is not a finite number")
+    return values
 
 
 def _number(cell: str) -> float | None:

@@ -68,7 +68,8 @@ def load_newcomers(run: Run, data: DataConfig) -> Clients:
         run: a finished run, whose statistics and texts they get.
         data: where the newcomers' data are.
     """
-    data = dataclasses.replace(data, normalise=run.config.data.normalise)
+    table = len(run.about["shape"]) == 1
+    data = dataclasses.replace(data, normalise=run.config.data.normalise if table else "channel")
     preparation = preparation_of(run.about)
     known = None if preparation is None else {**(run.about.get("preparation") or preparation.plain())}
     return as_in_training(load_clients(data, run.config.run.seed, known), run.about)

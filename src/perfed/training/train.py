@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from perfed.core.clients import Clients
 from perfed.core.errors import Problem
 from perfed.engines.base import Engine, Job
 from perfed.engines.scores import PERSONAL, Scores
@@ -64,11 +65,18 @@ def train(
                         diverged[path] = why
                 else:
                     todo.append(run)
-            batched = all(run.experiment.engine == "vectorised" and run.method.vectorised for run in todo)
+            alike = len({_form(run.experiment.clients) for run in todo}) < 2
+            batched = alike and all(run.experiment.engine == "vectorised" and run.method.vectorised for run in todo)
             batched = batched and len({run.experiment.class_weights for run in todo}) < 2  # else the losses differ
             for group in [todo] if batched and todo else [[run] for run in todo]:
                 diverged |= {run.run_folder.path: why for run, why in _train(group, console).items()}
     return diverged
+
+
+def _form(clients: Clients) -> tuple[object, ...]:
+    """Return what samples of runs in one batch share; where each seed has its own split, tables may not."""
+    scale = (None if values is None else tuple(values.flatten().tolist()) for values in (clients.mean, clients.std))
+    return (clients.shape, *scale)
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
