@@ -86,60 +86,68 @@ def start(config: Config, out: Path | None, console: Console) -> Run:
     return train_all([experiment], [folder], console)[0]
 
 
-def resume(folder: Path, console: Console) -> Run:
+def resume(folder: Path, console: Console, allow_change: bool = False) -> Run:
     """Continue a run that was stopped; a finished run is left as it is.
 
     Args:
         folder: the run's folder.
         console: where progress goes.
+        allow_change: go on with other settings than the run was begun with; its results say so.
 
     Returns:
         The finished run.
     """
-    return carry_out([RunFolder(folder).config()], [folder], console)[0]
+    return carry_out([RunFolder(folder).config()], [folder], console, allow_change)[0]
 
 
-def carry_out(configs: Sequence[Config], folders: Sequence[Path], console: Console) -> list[Run]:
+def carry_out(
+    configs: Sequence[Config], folders: Sequence[Path], console: Console, allow_change: bool = False
+) -> list[Run]:
     """Carry out runs that are alike but for their seeds; on a GPU their cohorts train as one batch.
 
     Args:
         configs: a configuration for each run.
         folders: a folder for each; a run that has been begun goes on.
         console: where progress goes.
+        allow_change: go on with other settings than a run was begun with; its results say so.
 
     Returns:
         The finished runs.
     """
     experiments = [reopen(config, folder, console) for config, folder in zip(configs, folders, strict=True)]
-    return train_all(experiments, folders, console)
+    return train_all(experiments, folders, console, allow_change)
 
 
-def train_all(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> list[Run]:
+def train_all(
+    experiments: Sequence[Experiment], folders: Sequence[Path], console: Console, allow_change: bool = False
+) -> list[Run]:
     """Train every method that has no result yet, and write reports.
 
     Args:
         experiments: the runs.
         folders: a folder for each.
         console: where progress goes.
+        allow_change: go on with other settings than a run was begun with; its results say so.
 
     Returns:
         The finished runs.
     """
     from perfed.report.folder import write_report  # imports matplotlib, which takes long
 
-    train(experiments, folders, console)
+    train(experiments, folders, console, allow_change=allow_change)
     runs = [Run(folder) for folder in folders]
     for finished in runs:
         write_report(finished)
     return runs
 
 
-def compare(comparison: Comparison, console: Console) -> dict[str, Any]:
+def compare(comparison: Comparison, console: Console, allow_change: bool = False) -> dict[str, Any]:
     """Run what is missing of a comparison, new or resumed.
 
     Args:
         comparison: what is compared, and where.
         console: where progress goes.
+        allow_change: go on with other settings than a run was begun with; its results say so.
 
     Returns:
         What came out of it, which is also written into its folder.
@@ -152,7 +160,7 @@ def compare(comparison: Comparison, console: Console) -> dict[str, Any]:
         words = f"seeds {', '.join(map(str, seeds))} in one batch" if batched else f"seed {seeds[0]}"
         console.print(words, highlight=False)
         configs = [comparison.run_config(seed) for seed in seeds]
-        runs += carry_out(configs, [comparison.run_folder(seed) for seed in seeds], console)
+        runs += carry_out(configs, [comparison.run_folder(seed) for seed in seeds], console, allow_change)
     result = comparison.finish(runs)
     write_comparison(comparison, runs, result)
     return result

@@ -12,8 +12,9 @@ import importlib.util
 import sys
 from contextlib import suppress
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from perfed.core.errors import Problem
@@ -71,11 +72,19 @@ def load_member(package: str, name: str) -> ModuleType:
     return importlib.import_module(f"{package}.{name.replace('-', '_')}")
 
 
+class _Text(SourceFileLoader):
+    """Runs what a file says: bytecode beside it, which may say something else, is neither read nor written."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def load_file(path: Path) -> ModuleType:
     """Import a user's Python file; what it raises becomes one sentence."""
     name = f"perfed_user_{path.stem}_{abs(hash(str(path.resolve()))):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Text(name, str(path)))
+    if path.suffix != ".py" or spec is None or spec.loader is None:
         raise Problem(f"'{path}' is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up

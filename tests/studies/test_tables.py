@@ -19,7 +19,7 @@ from perfed.studies.measures import Curves
 from perfed.studies.papers import cell_scores, cells, protocol, rank_agreement, result
 from perfed.studies.papers.carry_out import carry_out
 from perfed.studies.papers.cells import find_cell, missing_cells
-from perfed.training import catalog
+from perfed.training import catalog, files
 from perfed.training.config import RunConfig
 from perfed.training.prepare import make_method
 from perfed.training.statistics import gain_over, spread
@@ -923,12 +923,16 @@ def test_a_run_without_a_log_cannot_be_scored(tmp_path):
     log = run.path / "fedavg" / "metrics.jsonl"
     with pytest.raises(Problem, match=r"metrics.jsonl' has no scores up to round 1: the first are of round 2$"):
         measures.curves(run, "fedavg", until=1)
-    says = r"run/fedavg/metrics.jsonl' has no scores: the run's log is missing or empty$"
     log.write_text("")
-    with pytest.raises(Problem, match=says):
+    with pytest.raises(Problem, match=r"run/fedavg/metrics.jsonl' is damaged"):
         measures.curves(run, "fedavg")
     log.unlink()
-    with pytest.raises(Problem, match=says):
+    with pytest.raises(Problem, match=r"run/fedavg/metrics.jsonl' is missing"):
+        measures.summary(run, "fedavg")
+    result = files.read_json(run.path / "fedavg" / "result.json")  # an older one, which vouches for nothing
+    del result["seal"], result["sha256"]
+    files.write_json(run.path / "fedavg" / "result.json", result)
+    with pytest.raises(Problem, match=r"run/fedavg/metrics.jsonl' has no scores: the run's log is missing or empty$"):
         measures.summary(run, "fedavg")
 
 

@@ -23,11 +23,11 @@ SOURCE = Path(files.__file__).parent
 # ---------------------------------------------------------------------- atomic writes
 
 
-def full(*_):
+def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("where", ["os.fsync", "pathlib.Path.replace"])
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace"])
 def test_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch, where):
     path = tmp_path / "a.json"
     files.write(path, "old")
@@ -86,16 +86,17 @@ def test_json(tmp_path):
 def test_truncate(tmp_path, size, left):
     path = tmp_path / "log"
     path.write_bytes(b"abcdef")
-    files.truncate(path, size)
+    files.Folder(tmp_path).truncate(path, size)
     assert path.read_bytes() == left
 
 
 def test_truncate_refuses_a_log_with_lines_missing(tmp_path):
     (tmp_path / "log").write_bytes(b"abc")
-    files.truncate(tmp_path / "none", 0)
+    folder = files.Folder(tmp_path)
+    folder.truncate(tmp_path / "none", 0)
     for name in ("log", "none"):
         with pytest.raises(Problem, match="lines are missing"):
-            files.truncate(tmp_path / name, 4)
+            folder.truncate(tmp_path / name, 4)
 
 
 # ---------------------------------------------------------------------- trees of tensors
@@ -282,7 +283,7 @@ def test_two_clients_of_one_name():
 
 def hold(folder, ready, fork):
     """Take the folder, perhaps start a process that lives on, and wait to be killed."""
-    with files.only_one(folder):
+    with files.Folder(folder).only_one():
         worker = os.fork() if fork else 0
         if worker or not fork:
             os.write(ready, f"{worker}\n".encode())
@@ -304,11 +305,11 @@ def test_the_lock_goes_with_its_process(tmp_path, fork):
             os._exit(1)
     worker = int(os.read(here, 100))
     try:
-        with pytest.raises(Problem, match="another process"), files.only_one(tmp_path):
+        with pytest.raises(Problem, match="another process"), files.Folder(tmp_path).only_one():
             pass
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
-        with files.only_one(tmp_path):
+        with files.Folder(tmp_path).only_one():
             pass
     finally:
         if worker:

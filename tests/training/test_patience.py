@@ -191,14 +191,14 @@ def test_what_is_said_is_of_what_is_saved(whole):
 
 def test_the_end_can_be_repeated(tmp_path, monkeypatch, whole):
     """Nothing of the best round is let go before the result is written."""
-    save = files.save_tree
+    save = files.Folder.save_tree
 
-    def full(path, tree):
+    def full(self, path, tree):
         if path.name == "server.safetensors":
             raise OSError("no space left on device")
-        save(path, tree)
+        return save(self, path, tree)
 
-    monkeypatch.setattr(files, "save_tree", full)
+    monkeypatch.setattr(files.Folder, "save_tree", full)
     with pytest.raises(OSError, match="no space"):
         perfed.run("ditto", out=tmp_path / "run", **BEST, **SMALL)
     monkeypatch.undo()
@@ -251,7 +251,11 @@ def test_a_lost_best_round_is_said(tmp_path, monkeypatch, capsys):
 def test_a_damaged_best_round_does_not_stop_the_next_attempt(tmp_path, monkeypatch):
     best = stopped(tmp_path / "run", monkeypatch, 8)
     monkeypatch.setattr(BestRound, "write", lambda *_: None)
-    monkeypatch.setattr(BestRound, "__init__", lambda self, folder, *_: setattr(self, "folder", folder.best))
+
+    def begin(self, folder, *_):
+        self.files, self.method, self.folder = folder.files, folder, folder.best
+
+    monkeypatch.setattr(BestRound, "__init__", begin)
     for path in best.glob("*.rows"):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(Problem, match="damaged: its checksum does not fit; `perfed resume` trains on"):

@@ -113,11 +113,11 @@ def at_write(pattern, when):
     """Die before a file is written, when half of it is, or after."""
 
     def prepare():
-        real = files.write
+        real = files.Folder.write
 
-        def write(path, content):
+        def write(self, path, content):
             if not fnmatch.fnmatch(str(path), f"run/{pattern}"):
-                return real(path, content)
+                return real(self, path, content)
             if when == "half":
                 whole = (
                     content.encode()
@@ -126,10 +126,10 @@ def at_write(pattern, when):
                 )
                 path.with_name(f".{path.name}.tmp").write_bytes(whole[: len(whole) // 2])
             elif when == "after":
-                real(path, content)
+                real(self, path, content)
             return die()
 
-        files.write = write
+        files.Folder.write = write
 
     return prepare
 
@@ -140,12 +140,12 @@ def at_line(method, name, round, half=False):
     def prepare():
         real = MetricsLog._append
 
-        def append(self, which, lines):
-            if (self.paths[which].parent.name, which, lines[0]["round"]) != (method, name, round):
-                return real(self, which, lines)
+        def append(self, path, lines):
+            if (path.parent.name, path.name, lines[0]["round"]) != (method, name, round):
+                return real(self, path, lines)
             if half:
                 text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
-                with self.paths[which].open("a") as file:
+                with path.open("a") as file:
                     file.write(text[: len(text) // 2])
             return die()
 

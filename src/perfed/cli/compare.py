@@ -42,13 +42,13 @@ def compare(
         carry_out_comparison(comparison, console_for(json, quiet), json)
 
 
-def carry_out_comparison(comparison: Comparison, console: Console, json: bool) -> None:
+def carry_out_comparison(comparison: Comparison, console: Console, json: bool, allow_change: bool = False) -> None:
     """Run what is missing of a comparison and print its tables."""
     from perfed import api  # imports torch
     from perfed.report.comparison import HEADINGS, lines, measure_tables
     from perfed.report.tables import remarks, rich_table
 
-    result = api.compare(comparison, console)
+    result = api.compare(comparison, console, allow_change)
     console = console_for(json)
     console.print()
     console.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)

@@ -7,22 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
+from perfed import data as sources
 from perfed.cli.options import Json, MethodOfRun, Out, RunFolder, Sets
 from perfed.cli.output import answer, console_for
 from perfed.core.errors import Problem
-from perfed.data import check
 from perfed.training.config import assign, from_dict
 
 
-def models(run: RunFolder, method: MethodOfRun = None, json: Json = False) -> None:
-    """List every client's model: its accuracy and its file."""
+def models(
+    run: RunFolder,
+    method: MethodOfRun = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Also look into every file of every method, however many there are.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """List every client's model: its accuracy and its file. A file that is damaged or missing is named instead."""
     from perfed.api import load  # imports torch
     from perfed.report.tables import score
 
-    clients = load(run).clients(method)
+    opened = load(run)
+    clients = opened.clients(method)
+    count = opened.check() if check else opened.check([clients[0].method], thorough=False)
     listed = [{"client": client.name, "accuracy": client.accuracy, "path": str(client.path)} for client in clients]
     lines = (f"{client.name:<20} {score(client.accuracy):>6}   {client.path}" for client in clients)
-    answer(json, {"run": str(run), "method": clients[0].method, "models": listed}, lines)
+    about = {"run": str(run), "method": clients[0].method, "models": listed}
+    if check:
+        lines, about["checked"] = [*lines, f"{count} files are as they were written"], count
+    answer(json, about, lines)
 
 
 def predict(
@@ -67,7 +79,7 @@ def personalise(
     if set(raw) != {"data"}:
         raise Problem("a newcomer's method has the run's settings: --set takes data.key=value here")
     config = from_dict(raw).data
-    check(config)
+    sources.check(config)
     from perfed.api import load  # imports torch
     from perfed.report.tables import score
     from perfed.training import newcomers

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
 from perfed import __version__
@@ -32,7 +33,14 @@ def run(typed: Typed, out: Out = None, json: Json = False, quiet: Quiet = False)
         _print_ending(finished, json)
 
 
-def resume(run: RunFolder, json: Json = False, quiet: Quiet = False) -> None:
+def resume(
+    run: RunFolder,
+    allow_change: Annotated[
+        bool, typer.Option("--allow-change", help="Go on although settings were changed; the report says so.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Continue a run (or a comparison) that was stopped; it ends as if it had never been."""
     from perfed import api  # imports torch
     from perfed.studies.compare import Comparison, is_comparison
@@ -40,9 +48,9 @@ def resume(run: RunFolder, json: Json = False, quiet: Quiet = False) -> None:
     console = console_for(json, quiet)
     with interruptible(lambda: run):
         if is_comparison(run):
-            carry_out_comparison(Comparison.open(run), console, json)
+            carry_out_comparison(Comparison.open(run), console, json, allow_change)
         else:
-            _print_ending(api.resume(run, console), json)
+            _print_ending(api.resume(run, console, allow_change), json)
 
 
 def _print_heading(console: Console, experiment: Experiment, folder: Path) -> None:

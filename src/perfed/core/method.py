@@ -48,10 +48,12 @@ class Method(ABC):
     nesterov: bool = hyper(False, "Nesterov momentum")
     weight_decay: float = hyper(0.0, "L2 decay added to the gradient, as in PyTorch", at_least=0)
     optimizer: Literal["sgd", "adam"] = hyper("sgd", "local optimiser")
-    epochs: int = hyper(5, "local epochs per round", at_least=1)
-    batch_size: int = hyper(10, "samples per local step; the last, partial batch is kept", at_least=1)
+    epochs: int = hyper(5, "local epochs per round", at_least=1, at_most=10_000)
+    batch_size: int = hyper(
+        10, "samples per local step; the last, partial batch is kept", at_least=1, at_most=1_000_000_000
+    )
     fine_tune: int = hyper(
-        0, "epochs of local training before a model is evaluated, of which nothing is kept", at_least=0
+        0, "epochs of local training before a model is evaluated, of which nothing is kept", at_least=0, at_most=10_000
     )
     seed: int = hyper(0, "seed of the initial model; the run sets it", at_least=0)
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)

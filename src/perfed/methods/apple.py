@@ -29,9 +29,11 @@ class APPLE(Method):
     lr: float = hyper(0.5, "learning rate of the own core model, whose gradient is p_ii g", above=0)
     p_lr: float = hyper(0.0001, "learning rate of the mixture p; 0 keeps it at p0", at_least=0)
     mu: float = hyper(0.1, "weight of the penalty that holds p at p0", at_least=0)
-    horizon: int = hyper(5, "rounds L after which the penalty is gone", at_least=1)
+    horizon: int = hyper(5, "rounds L after which the penalty is gone", at_least=1, at_most=1_000_000_000)
     schedule: Literal["exponential", "cosine"] = hyper("exponential", "how lam(r) falls from 1 to 0")
-    downloads: int = hyper(0, "core models of others downloaded per round, M; 0 is all", at_least=0)
+    downloads: int = hyper(
+        0, "core models of others downloaded per round, M; 0 is all", at_least=0, at_most=1_000_000_000
+    )
     spread: bool = hyper(False, "core models start from different seeds")
 
     evaluates = "own"

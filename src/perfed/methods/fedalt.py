@@ -19,7 +19,9 @@ from perfed.methods.fedsim import FedSim
 
 @dataclass(frozen=True)
 class FedAlt(FedSim):
-    personal_epochs: int = hyper(10, "epochs tau_v of the personal part v; the shared u takes `epochs`", at_least=0)
+    personal_epochs: int = hyper(
+        10, "epochs tau_v of the personal part v; the shared u takes `epochs`", at_least=0, at_most=10_000
+    )
 
     def local(self, client, down, data):
         w = self.join(client, down)

@@ -20,7 +20,9 @@ from perfed.core.method import Method
 
 @dataclass(frozen=True)
 class FedBABU(Method):
-    adapt_epochs: int = hyper(5, "epochs tau_f of body and head before an evaluation; 0 evaluates as is", at_least=0)
+    adapt_epochs: int = hyper(
+        5, "epochs tau_f of body and head before an evaluation; 0 evaluates as is", at_least=0, at_most=10_000
+    )
     adapt_lr: float = hyper(0.01, "learning rate of these epochs", above=0)
 
     evaluates = "adapted"

@@ -21,8 +21,12 @@ HEAD = 1  # stream of the head's batches; the body's are those of the other meth
 
 @dataclass(frozen=True)
 class FedRep(Method):
-    head_epochs: int = hyper(10, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0)
-    final_head_epochs: int = hyper(0, "epochs of the head alone before a model is evaluated", at_least=0)
+    head_epochs: int = hyper(
+        10, "epochs tau_h of the head, before the body's; 0 is FedBABU's training", at_least=0, at_most=10_000
+    )
+    final_head_epochs: int = hyper(
+        0, "epochs of the head alone before a model is evaluated", at_least=0, at_most=10_000
+    )
 
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"

@@ -20,7 +20,7 @@ from perfed.core.method import Method
 
 @dataclass(frozen=True)
 class IFCA(Method):
-    clusters: int = hyper(2, "number of models K; 1 is FedAvg", at_least=1)
+    clusters: int = hyper(2, "number of models K; 1 is FedAvg", at_least=1, at_most=1_000)
 
     evaluates = "assembled"
     category = "personalised models: clustering"

@@ -22,7 +22,10 @@ from perfed.methods.fedper import FedPer
 class LGFedAvg(FedPer):
     personal: str = hyper("body", "what stays with the client: body or a pattern of lower layers; 'none' is FedAvg")
     warmup: int = hyper(
-        10, "rounds in which everything is shared, before the others; 0 starts from scratch", at_least=0
+        10,
+        "rounds in which everything is shared, before the others; 0 starts from scratch",
+        at_least=0,
+        at_most=1_000_000,
     )
 
     def init_server(self, clients) -> Any:

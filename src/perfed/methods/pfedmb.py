@@ -30,7 +30,7 @@ from perfed.methods.shared.mixture import Mixture, convex, convex_step
 
 @dataclass(frozen=True)
 class PFedMB(Method):
-    branches: int = hyper(3, "branches B of every layer; 1 is FedAvg", at_least=1)
+    branches: int = hyper(3, "branches B of every layer; 1 is FedAvg", at_least=1, at_most=1_000)
     alpha_lr: float = hyper(1.0, "learning rate eta_alpha; 0 keeps the uniform mixture", at_least=0)
     simplex: Literal["softmax", "projection", "none"] = hyper("softmax", "what keeps alpha on the simplex")
     shared_alpha: bool = hyper(False, "one alpha for all layers")

@@ -21,8 +21,8 @@ from perfed.methods.fedavg import FedAvg
 class PFedMe(FedAvg):
     lam: float = hyper(5.0, "tie lambda between theta and w_i", above=0)
     inner_lr: float = hyper(0.1, "step size etahat of theta (lr is eta, of w_i)", above=0)
-    inner_steps: int = hyper(5, "steps K of theta on each batch", at_least=1)
-    steps: int = hyper(0, "batches R per round; 0: all batches of `epochs` epochs", at_least=0)
+    inner_steps: int = hyper(5, "steps K of theta on each batch", at_least=1, at_most=10_000)
+    steps: int = hyper(0, "batches R per round; 0: all batches of `epochs` epochs", at_least=0, at_most=1_000_000)
     beta: float = hyper(1.0, "step of the server towards the mean of the w_i; 1 is that mean", above=0)
 
     evaluates = "own"

@@ -9,7 +9,7 @@ from perfed.core.words import visible
 from perfed.report.folder import up_to
 from perfed.report.tables import TextTable, markdown, remarks, score, signed, size
 from perfed.studies.compare import Comparison
-from perfed.training import files
+from perfed.training.files import Folder
 from perfed.training.results import Run
 
 HEADINGS = ("", "mean", "weighted", "worst tenth", "gain over Local", "better", "worse", "p", "down", "up")
@@ -32,7 +32,7 @@ def write_comparison(comparison: Comparison, runs: Sequence[Run], result: dict[s
     )
     text = f"# {visible(comparison.folder.name)}\n\n{about}\n\n" + markdown(HEADINGS, lines(result))
     text += "".join(f"\n{visible(line)}.\n" for line in remarks(result["methods"]))
-    files.write(comparison.report, text)
+    Folder(comparison.folder).write(comparison.report, text)
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:

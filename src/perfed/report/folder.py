@@ -8,7 +8,6 @@ from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.report.picture import picture
 from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
-from perfed.training import files
 from perfed.training.config import RunConfig
 from perfed.training.folder import card_file
 from perfed.training.results import Run
@@ -21,8 +20,8 @@ def up_to(config: RunConfig) -> str:
 
 def write_report(run: Run) -> Path:
     """Write a summary, a CSV file and a picture into the run's folder, and a card beside every client's model."""
-    folder = run.folder.report
-    folder.mkdir(exist_ok=True)
+    folder, files = run.folder.report, run.folder.files
+    files.make(folder)
     data, config = run.config.data, run.config.run
     last = all(method["saved_round"] == method["rounds"] for method in run.summary())
     when = "last round" if last else "the round whose models are saved"
@@ -42,6 +41,6 @@ def write_report(run: Run) -> Path:
     for summary in run.summary():
         for id, client in enumerate(run.about["clients"]):
             home = run.folder.method(summary["method"]).client(client["folder"])
-            if home.is_dir():
+            if files.has_folder(home):
                 files.write(card_file(home), card(run, summary["method"], id, summary))
     return folder

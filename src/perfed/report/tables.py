@@ -78,6 +78,8 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
         if method.get("faults"):
             failed.setdefault(in_words(method["faults"]), []).append(method["title"])
     lines += [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
+    changes = [(method["title"], change) for method in methods for change in method.get("changes", [])]
+    lines += [f"{title}: settings changed {change}" for title, change in changes]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
     lines += [without_training(methods[0]["untrained"])] if methods and methods[0].get("untrained") else []
     return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]

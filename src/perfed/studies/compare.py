@@ -13,21 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from perfed.models import is_path
+from perfed.core.errors import Problem
 from perfed.studies.measures import of_runs
-from perfed.training import files
-from perfed.training.config import Config, from_dict, new_folder, read_toml, to_toml
+from perfed.training.config import Config
 from perfed.training.engine import is_batched
+from perfed.training.files import Folder
+from perfed.training.folder import SettingsFolder
 from perfed.training.prepare import BASELINE, prepare
 from perfed.training.results import Run
 from perfed.training.statistics import gain_with_test
 
+FORM = {"seeds": [int], "metrics?": bool, "target?": (int, float, type(None))}
 PLAN, CONFIG, RESULT, REPORT = "compare.json", "compare.toml", "result.json", "compare.md"
 
 
 def is_comparison(folder: Path) -> bool:
     """Tell a comparison's folder from that of one run."""
-    return (folder / PLAN).is_file()
+    return folder.is_dir() and Folder(folder).exists(folder / PLAN)
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,21 @@ class Comparison:
         prepare(config)  # what is wrong is refused before anything is written
         unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
         folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
-        new_folder(folder)
+        own = SettingsFolder(folder, CONFIG)
+        own.create()
         plan = {"seeds": [config.run.seed + n for n in range(seeds)], "metrics": metrics, "target": target}
-        files.write(folder / CONFIG, to_toml(_absolute(config)))
-        files.write_json(folder / PLAN, plan)
+        own.write_config(own.with_copies(config))
+        own.files.write_json(folder / PLAN, plan)
         return cls.open(folder)
 
     @classmethod
     def open(cls, folder: Path) -> Comparison:
         """Read what was asked for."""
-        plan = files.read_json(folder / PLAN)
-        config = from_dict(read_toml(folder / CONFIG))
+        own = SettingsFolder(folder, CONFIG)
+        plan = own.files.read_json(folder / PLAN, FORM)
+        if not plan["seeds"]:
+            raise Problem(f"'{folder / PLAN}' is damaged: it names no seed")
+        config = own.config()
         return cls(folder, config, plan["seeds"], plan.get("metrics", False), plan.get("target"))
 
     @property
@@ -91,7 +97,7 @@ class Comparison:
         """Write and return what came out of the runs, one for each seed."""
         methods = [_summary(runs, name) for name in runs[0].entries]
         result = {"compare": str(self.folder), "seeds": len(runs), "methods": methods}
-        files.write_json(self.folder / RESULT, result)
+        Folder(self.folder).write_json(self.folder / RESULT, result)
         return result
 
     def measures(self) -> list[dict[str, Any]]:
@@ -99,20 +105,6 @@ class Comparison:
         if not self.metrics and self.target is None:
             return []
         return of_runs([Run(self.run_folder(seed)) for seed in self.seeds], self.target)
-
-
-def _absolute(config: Config) -> Config:
-    """Make all paths whole: a comparison may be resumed from another folder."""
-    whole = lambda path: str(Path(path).expanduser().resolve())
-    pairs = zip(config.methods, config.entries(), strict=True)
-    names = [whole(entry.file) if name.endswith(".py") else name for name, entry in pairs]
-    data, model = config.data, config.model
-    if data.dir is not None:
-        data = dataclasses.replace(data, dir=whole(data.dir))
-    if is_path(model.name):
-        path, _, factory = model.name.rpartition(":")
-        model = dataclasses.replace(model, name=f"{whole(path)}:{factory}")
-    return dataclasses.replace(config, methods=tuple(names), data=data, model=model)
 
 
 def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
@@ -138,6 +130,8 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     if refused := [summary["refused"] for summary in each if summary["refused"]]:
         first = [refusal for uploads in refused for refusal in uploads["first"]]
         about["refused"] = {"count": sum(uploads["count"] for uploads in refused), "first": first}
+    if changes := [change for summary in each for change in summary["changes"]]:
+        about["changes"] = list(dict.fromkeys(changes))
     if diverged := [summary["diverged"] for summary in each if summary["diverged"]]:
         about["diverged"] = f"{len(diverged)} of {len(each)} seeds: {diverged[0]}"
     return {**about, "seconds": seconds, "runs": [summary["run"] for summary in each]}

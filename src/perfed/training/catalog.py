@@ -104,9 +104,14 @@ def methods() -> dict[str, Entry]:
     return {name: _shipped(METHODS / f"{name}.py") for name in names()}
 
 
+def is_file(name: Any) -> bool:
+    """Tell the path of a user's file from the name of a method."""
+    return isinstance(name, str) and (name.endswith(".py") or "/" in name)
+
+
 def find(name: str) -> Entry:
     """Return a method by its name, or by the path of a file."""
-    if name.endswith(".py") or "/" in name:
+    if is_file(name):
         path = Path(name).expanduser()
         if not path.is_file():
             raise Problem(f"there is no method file '{name}'")

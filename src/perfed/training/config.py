@@ -23,7 +23,7 @@ from perfed.training import catalog
 class RunConfig:
     """Say how the training is carried out."""
 
-    rounds: int = hyper(25, "communication rounds", at_least=1, at_most=10_000_000)
+    rounds: int = hyper(25, "communication rounds", at_least=1, at_most=1_000_000)
     participation: float = hyper(1.0, "share of the clients that take part in a round", above=0, at_most=1)
     dropout: float = hyper(0.0, "share of a round's clients that never answer", at_least=0, below=1)
     stragglers: float = hyper(
@@ -33,15 +33,17 @@ class RunConfig:
     seed: int = hyper(0, "seed of everything random", at_least=0, at_most=2**31)
     engine: Literal["auto", "sequential", "workers", "vectorised"] = hyper("auto", "how a round is computed")
     workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=256)
-    block: int = hyper(0, "clients at once in the engine 'vectorised' (0: the whole cohort)", at_least=0)
+    block: int = hyper(0, "clients at once in the engine 'vectorised' (0: the whole cohort)", at_least=0, at_most=10**9)
     compile: bool = hyper(False, "compile the steps of the engine 'vectorised' with torch.compile")
     fast: bool = hyper(True, "on a GPU: kernels for whole cohorts and recorded steps; off: PyTorch's own operations")
     tf32: bool = hyper(True, "on a GPU: faster matrix products that keep 10 bits of the mantissa")
     device: str = hyper("auto", "cpu, cuda, or auto: cuda where there is one")
     precision: Literal["float32", "float64"] = hyper("float32", "numbers that models are made of")
-    eval_every: int = hyper(1, "rounds between evaluations; the last round is always evaluated", at_least=1)
+    eval_every: int = hyper(
+        1, "rounds between evaluations; the last round is always evaluated", at_least=1, at_most=10**9
+    )
     patience: int = hyper(
-        0, "stop after so many rounds without a better mean validation accuracy (0: never)", at_least=0
+        0, "stop after so many rounds without a better mean validation accuracy (0: never)", at_least=0, at_most=10**9
     )
     scores: Literal["last", "every", "none"] = hyper(
         "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
@@ -56,20 +58,26 @@ class RunConfig:
         0.5, "share of those asked who must send something usable, else a round is abandoned", at_least=0, at_most=1
     )
     baseline: bool = hyper(True, "also train Local, which every method's gain is measured against")
-    state_memory: int = hyper(4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0)
+    state_memory: int = hyper(
+        4096, "MB of clients' states kept in memory, the rest on disk (0: no limit)", at_least=0, at_most=10**9
+    )
     save_models: Literal["auto", "all", "none"] = hyper(
         "auto", "a file for every client's model; auto: up to 1,000 clients, one file where all share a model"
     )
     save_round: Literal["auto", "last", "best"] = hyper(
         "auto", "whose models are saved: the last round's, or the best on validation samples (auto: best with patience)"
     )
-    checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1)
+    checkpoint_every: int = hyper(5, "rounds between checkpoints", at_least=1, at_most=10**9)
 
     def __post_init__(self) -> None:
         checked(self, "run")
         object.__setattr__(self, "wire", self.wire.replace("_", "-"))  # as every name of a member
 
 
+# Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it. Not here:
+# eval_every (which evaluations there are), precision and tf32 (numbers are rounded elsewhere).
+NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
+NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores"}
 DEFAULT_METHODS = ("local", "fedavg", "pgfed")
 SECTIONS: dict[str, type] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
 TABLES = ("methods", *SECTIONS, "train", "method")  # what a configuration may say
@@ -164,10 +172,18 @@ def _table(value: Any, where: str) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file as nested plain values."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), path)
     except (FileNotFoundError, IsADirectoryError):
         raise Problem(f"there is no configuration file '{path}'") from None
-    except (ValueError, RecursionError) as error:  # not TOML, not text, a number of 5,000 digits, brackets without end
+    except UnicodeDecodeError as error:
+        raise Problem(f"'{path}' is not valid TOML: {error}") from None
+
+
+def parse_toml(text: str, path: Path) -> dict[str, Any]:
+    """Read the text of a TOML file as nested plain values."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # not TOML, a number of 5,000 digits, brackets without end
         raise Problem(f"'{path}' is not valid TOML: {error}") from None
 
 

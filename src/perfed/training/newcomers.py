@@ -52,11 +52,15 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     (reply,) = engine.evaluate([EvaluationRequest(0, last, range(len(clients)), down, keep=True)])
     preparation = clients.preparation
     folder = out or run.folder.method(name).newcomers
+    place = run.folder.files
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        place = files.Folder(out)
     listed, taken = [], set()
     for id, scores in enumerate(reply.scores.by_client()):
         home = folder / files.slug(clients.names[id], taken)
         form = None if preparation is None else Preparation.of(preparation, clients.names[id])
-        save_models(method.model, home, name, rows(reply.models, id), form)
+        save_models(place, method.model, home, name, rows(reply.models, id), form)
         listed.append({"client": clients.names[id], "path": str(model_file(home)), **scores})
     return {"run": str(run.path), "method": name, "models": str(folder), "clients": listed}
 

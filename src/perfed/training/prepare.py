@@ -30,7 +30,7 @@ from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
-from perfed.models import build, is_path, suits
+from perfed.models import build, suits
 from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
@@ -194,7 +194,8 @@ def create(experiment: Experiment, out: Path | None) -> Path:
     folder.write_clients(describe(experiment.clients, experiment.class_weights))
     folder.write_environment(environment(experiment))
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
-    folder.write_config(_with_own_copies(dataclasses.replace(config, run=picked), folder))  # the last of all files
+    config = _spelled_out(dataclasses.replace(config, run=picked))
+    folder.write_config(folder.with_copies(config))  # the last of all files
     return folder.path
 
 
@@ -307,22 +308,13 @@ def _as_before(before: Any, now: Any) -> bool:
     return before == now
 
 
-def _with_own_copies(config: Config, folder: RunFolder) -> Config:
-    """Copy the user's files into the folder, and spell every hyper-parameter out."""
-    entries = config.entries()
-    names = [folder.copy(entry.file) if not entry.shipped else entry.name for entry in entries]
+def _spelled_out(config: Config) -> Config:
+    """Spell every hyper-parameter of every method out."""
     spelled = {}
-    for entry in entries:
+    for entry in config.entries():
         defaults = {key: field.default for key, field in entry.fields.items() if key not in catalog.RUN_SETS}
         spelled[entry.name] = defaults | config.settings(entry)
-    model = config.model
-    if is_path(model.name):
-        path, _, factory = model.name.rpartition(":")
-        model = dataclasses.replace(model, name=f"{folder.copy(Path(path).expanduser())}:{factory}")
-    data = config.data
-    if data.dir is not None:  # a run may be resumed from another folder
-        data = dataclasses.replace(data, dir=str(Path(data.dir).expanduser().resolve()))
-    return dataclasses.replace(config, methods=tuple(names), method=spelled, train={}, model=model, data=data)
+    return dataclasses.replace(config, method=spelled, train={})
 
 
 def environment(experiment: Experiment) -> dict[str, Any]:

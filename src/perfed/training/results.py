@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem, nearest
@@ -21,8 +19,9 @@ from perfed.engines.scores import PERSONAL, plain
 from perfed.models import make_network
 from perfed.models.raw_rows import OnRawRows
 from perfed.training.config import Config
-from perfed.training.folder import RunFolder, preparation_of
+from perfed.training.folder import MANY, RunFolder, preparation_of
 from perfed.training.prepare import BASELINE, known_labels
+from perfed.training.settings import in_words, outdated
 from perfed.training.statistics import gain_with_test, spread
 
 
@@ -66,15 +65,14 @@ class ClientModel:
         return network if preparation is None or not preparation.changes else OnRawRows(network, preparation).eval()
 
     def _network(self) -> nn.Module:
+        self.run.refuse_changed_network(self.method)
         network = self.run.network()
         try:
-            state = load_file(self.path)
+            state = self.run.folder.method(self.method).load_model(self.path)
         except FileNotFoundError:
             raise Problem(
                 f"client '{self.name}' has no model of {self.method}: the run kept none (--save-models), or it is lost"
             ) from None
-        except (SafetensorError, OSError):
-            raise Problem(f"'{self.path}' is damaged or not a model") from None
         known = network.state_dict()
         real = [key for key in state if key in known and known[key].is_floating_point()]
         if not real:
@@ -168,7 +166,6 @@ class Run:
         self.config: Config = self.folder.config()
         self.about: dict[str, Any] = self.folder.clients()
         self.entries = {entry.name: entry for entry in self.config.entries()}
-        self._results: dict[str, tuple[int, dict[str, Any]]] = {}
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}: {', '.join(self.entries)}; {len(self.about['clients'])} clients)"
@@ -205,10 +202,10 @@ class Run:
         folder = self.folder.method(method)
         if not folder.finished:
             raise Problem(f"{method} is not finished: continue with `perfed resume {self.path}`")
-        changed = folder.result_file.stat().st_mtime_ns
-        if self._results.get(method, (None,))[0] != changed:  # with many clients, reading it again and again takes long
-            self._results[method] = changed, folder.result()
-        return self._results[method][1]
+        result = folder.result()
+        if len(result["clients"]) != len(self.about["clients"]):
+            raise Problem(f"'{folder.result_file}' is damaged: it has {len(result['clients'])} clients")
+        return result
 
     def clients(self, method: str | None = None) -> list[ClientModel]:
         """Return all clients of a method.
@@ -327,8 +324,46 @@ class Run:
             "faults": result.get("faults"),
             "refused": result.get("refused"),
             "diverged": result.get("diverged", ""),
+            "changes": self._changes(name),
             "models": str(self.folder.method(name).clients),
         }
+
+    def _changes(self, name: str) -> list[str]:
+        """Say where the settings of a method have not been the run's all the time."""
+        result = self.result(name)
+        changes = [f"after round {each['round']}: {in_words(each['settings'])}" for each in result.get("changes", [])]
+        if last := outdated(result, self.config, self.entries[name], self.about):
+            changes.append(f"after its end: {in_words(last)}")
+        return changes
+
+    def check(self, methods: Iterable[str] | None = None, thorough: bool = True) -> int:
+        """Look at every file of methods that have ended; one that is damaged or missing is a Problem.
+
+        Args:
+            methods: their names; None: all that have ended.
+            thorough: look into the models of more than 1,000 clients, too; else only whether they are there.
+
+        Returns:
+            The number of files.
+        """
+        folders = [self.folder.method(name) for name in (self.entries if methods is None else methods)]
+        ended = [folder for folder in folders if folder.finished]
+        for folder in ended:
+            folder.check(thorough or len(self.about["clients"]) <= MANY)
+        return len({name for folder in ended for name in folder.digests})
+
+    def refuse_changed_network(self, method: str) -> None:
+        """Refuse to load a model into another network than it was trained as.
+
+        Args:
+            method: the method's name.
+        """
+        result, folder = self.result(method), self.folder.method(method)
+        change = outdated(result, self.config, self.entries[method], self.about)
+        network = {key: values for key, values in change.items() if key.startswith("model.")}
+        if network:
+            raise Problem(f"'{self.folder.config_file}' names another network than {method}'s: {in_words(network)}")
+        folder.refuse_damaged(self.folder.clients_file)
 
     def _spread(self, method: str, model: str) -> dict[str, float | None]:
         samples = np.array([client["test"] for client in self.about["clients"]])

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
+from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
@@ -18,22 +19,27 @@ from perfed.federation.faults import Faults, tally
 from perfed.federation.federation import PATIENCE, Federation, Save, evaluate, step
 from perfed.federation.traffic import Traffic
 from perfed.training import catalog
+from perfed.training.config import Config
 from perfed.training.engine import can_record, make_engine
-from perfed.training.folder import MethodFolder, RunFolder, preparation_of, save_models
+from perfed.training.folder import MANY, MethodFolder, RunFolder, preparation_of, save_models
 from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
 from perfed.training.prepare import Experiment, faults_of
+from perfed.training.settings import FIXED, decisive, difference, in_words, outdated
 from perfed.wire import treatment
 
-MANY = 1000  # clients from which on a file for each is written only where that is asked for
 SHOWN = 10  # refused uploads that a result names; the log has all
 Watch = Callable[[MethodFolder, int], Observer]  # where it writes, and the round that the training goes on from
 
 
 def train(
-    experiments: Sequence[Experiment], folders: Sequence[Path], console: Console, watch: Watch | None = None
+    experiments: Sequence[Experiment],
+    folders: Sequence[Path],
+    console: Console,
+    watch: Watch | None = None,
+    allow_change: bool = False,
 ) -> dict[Path, str]:
     """Train every method that has no result yet; what was interrupted goes on from its checkpoint.
 
@@ -46,19 +52,27 @@ def train(
         folders: a folder for each.
         console: where progress goes.
         watch: makes one more observer for each method of each run.
+        allow_change: go on with other settings than a method was begun with, and beside methods that ended with other
+            ones; the results say so.
 
     Returns:
         The run folders in which a method diverged, and why.
     """
     diverged: dict[Path, str] = {}
     with ExitStack() as locks:
-        for path in folders:
-            locks.enter_context(RunFolder(path).lock())
-        _say_notices(experiments, folders, console)
-        for entry in experiments[0].config.entries():
+        opened = [RunFolder(path) for path in folders]
+        for folder in opened:
+            locks.enter_context(folder.lock())
+        _say_notices(experiments, opened, console)
+        entries = experiments[0].config.entries()
+        for experiment, folder in zip(experiments, opened, strict=True):
+            for entry in entries:
+                if folder.method(entry.name).finished:
+                    _look_back(experiment.config, entry, folder, console, allow_change)
+        for entry in entries:
             todo = []
-            for experiment, path in zip(experiments, folders, strict=True):
-                run = MethodRun(experiment, entry, RunFolder(path), console, watch)
+            for experiment, folder, path in zip(experiments, opened, folders, strict=True):
+                run = MethodRun(experiment, entry, folder, console, watch, allow_change)
                 if run.folder.finished:
                     run.folder.forget_best()
                     if why := run.folder.result().get("diverged"):
@@ -79,17 +93,31 @@ def _form(clients: Clients) -> tuple[object, ...]:
     return (clients.shape, *scale)
 
 
-def _say_notices(experiments: Sequence[Experiment], folders: Sequence[Path], console: Console) -> None:
+def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder], console: Console) -> None:
     """Say what whoever begins a run should know of its data and its network; runs that are alike say it once."""
-    begun = [
-        RunFolder(path).method(entry.name).path.exists()
-        for path in folders
-        for entry in experiments[0].config.entries()
-    ]
-    if not any(begun):
+    entries = experiments[0].config.entries()
+    if not any(folder.files.has_folder(folder.method(entry.name).path) for folder in folders for entry in entries):
         of_network = [experiments[0].notice] if experiments[0].notice else []
         for notice in (*experiments[0].clients.notices, *of_network):
             console.print(notice, highlight=False, markup=False)
+
+
+def _look_back(config: Config, entry: catalog.Entry, folder: RunFolder, console: Console, allow_change: bool) -> None:
+    """Look at a method that has ended: at its files, and whether its settings are those of the others.
+
+    Models are read up to the number of clients for which they are written unless somebody says otherwise.
+    """
+    about, training = folder.raw_clients(), folder.method(entry.name)
+    training.check(thorough=len(about["clients"]) <= MANY)
+    change = outdated(training.result(), config, entry, about)
+    if change and not allow_change:
+        raise Problem(
+            f"{entry.name} in '{folder.path}' has ended with other settings: {in_words(change)}; put them back, "
+            "start a new run, or go on with --allow-change, and the report will say so"
+        )
+    if change:
+        words = f"{entry.name} has ended with other settings, and stays as it is: {in_words(change)}"
+        console.print(words, highlight=False, markup=False)
 
 
 class MethodRun:
@@ -104,11 +132,15 @@ class MethodRun:
         run_folder: RunFolder,
         console: Console,
         watch: Watch | None = None,
+        allow_change: bool = False,
     ):
         self.experiment, self.entry, self.console, self.watch = experiment, entry, console, watch
-        self.run_folder, self.folder = run_folder, run_folder.method(entry.name)
-        self.folder.path.mkdir(exist_ok=True)
+        self.run_folder, self.folder, self.allow_change = run_folder, run_folder.method(entry.name), allow_change
+        run_folder.files.make(self.folder.path)
         self.config, self.method = experiment.config.run, experiment.method(entry)
+        self.settings = decisive(experiment.config, entry, run_folder.raw_clients())
+        self.changes: list[dict] = []  # of the settings, since round 1
+        self.saved: dict[Path, str] = {}  # files of models, and their SHA-256
         self.every_model = self.config.save_models == "all" or (
             self.config.save_models == "auto" and len(experiment.clients) <= MANY
         )
@@ -128,18 +160,43 @@ class MethodRun:
         agreed = (self.experiment.clients.preparation or {}).get("traffic", {})  # sent before the first round
         rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience}
         self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
-        sizes = restore(self.folder, self.federation, self._say)
-        log = MetricsLog(self.folder, sizes)
+        sizes = restore(self.folder, self.federation, self._say, self._why_not)
+        self.log = log = MetricsLog(self.folder, sizes)
+        self.folder.seconds()  # a damaged line is better known now than at the end
         self.observers: list[Observer] = [log]
         if self.watch is not None:
             self.observers.append(self.watch(self.folder, self.federation.round))
         # The last one: a run goes on only from what all others have seen.
-        self.observers.append(Checkpoints(self.folder, config.checkpoint_every, log))
+        about = {"settings": self.settings, "changes": self.changes}
+        self.observers.append(Checkpoints(self.folder, config.checkpoint_every, log, about))
         wanted = config.save_round == "best" or (config.save_round == "auto" and config.patience > 0)
         wanted = wanted and config.save_models != "none"
         self.best_round = BestRound(self.folder, log, self.federation.round) if wanted else None
         for line in self.folder.rounds():
             self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
+
+    def _why_not(self, checkpoint: dict) -> str:
+        """Say why the training must not go on from a checkpoint, or nothing; note what has changed since."""
+        round, rounds, path = checkpoint["round"], self.config.rounds, self.run_folder.path
+        self.changes = checkpoint.get("changes", [])
+        change = difference(checkpoint.get("settings", {}), self.settings)
+        fixed = {key: values for key, values in change.items() if key.startswith(FIXED)}
+        if fixed:
+            return (
+                f"{self.entry.name} in '{path}' has been trained up to round {round} with other settings, which "
+                f"cannot change on the way: {in_words(fixed)}; put them back, or start a new run"
+            )
+        if change and not self.allow_change:
+            return (
+                f"{self.entry.name} in '{path}' has been trained up to round {round} with other settings: "
+                f"{in_words(change)}; put them back, or go on with --allow-change, and the report will say so"
+            )
+        if round >= rounds:
+            return f"{self.entry.name} in '{path}' has been trained up to round {round}: run.rounds cannot be {rounds}"
+        if change:
+            self.changes = [*self.changes, {"round": round, "settings": change}]
+            self._say(f"{self.entry.name}: goes on after round {round} with other settings: {in_words(change)}")
+        return ""
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False)
@@ -163,7 +220,11 @@ class MethodRun:
         model, method, about = self.method.model, self.entry.name, self.run_folder.clients()
         homes = [self.folder.client(client["folder"]) for client in about["clients"]]
         form = [preparation_of(about, client["name"]) for client in about["clients"]]
-        return lambda id, models: save_models(model, homes[id], method, models, form[id])
+
+        def save(id: int, models: dict[str, Tensor]) -> None:
+            self.saved |= save_models(self.folder.files, model, homes[id], method, models, form[id])
+
+        return save
 
     def judge(self, scores: Scores) -> None:
         """Look at an evaluation; `stopped` says whether it was the last one."""
@@ -210,7 +271,7 @@ class MethodRun:
         shared = None if self.every_model else federation.shared()
         if shared is not None:
             form = preparation_of(self.run_folder.clients())
-            save_models(method.model, self.folder.path, self.entry.name, shared, form)
+            self.saved |= save_models(self.folder.files, method.model, self.folder.path, self.entry.name, shared, form)
         if not self.every_model and self.config.save_models == "auto":
             written = "the model that all clients share" if shared is not None else "no model"
             self._say(
@@ -231,8 +292,12 @@ class MethodRun:
             result["refused"] = {"count": len(refused), "first": refused[:SHOWN]}
         if diverged:
             result["diverged"] = diverged
-        self.folder.write_server(federation.server)
-        self.folder.write_result(result)
+        if self.changes:
+            result["changes"] = self.changes
+        written = self.saved | self.log.digests()
+        written[self.folder.server_file] = self.folder.write_server(federation.server)
+        digests = {self.folder.name_of(path): digest for path, digest in written.items()}
+        self.folder.write_result(result | {"settings": self.settings, "sha256": digests | self.run_folder.digests()})
         self.folder.forget_best()
 
     def _go_back(self, best: BestRound) -> int | None:
@@ -280,7 +345,7 @@ def _rounds(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
             began = time.monotonic()
             cohorts = step([run.federation for run in active])
             round = active[0].federation.round
-            last = round == config.rounds
+            last = round >= config.rounds
             due = last or round % config.eval_every == 0
             if due:
                 _evaluate(active, last)

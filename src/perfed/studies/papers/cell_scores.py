@@ -42,7 +42,7 @@ def pick_round(curve: Curves, rule: str) -> tuple[int | None, np.ndarray]:
 
 def _curves_of_newcomers(cell: Cell) -> Curves:
     """Return the scores of the clients that joined later; their epochs stand in place of rounds."""
-    about = files.read_json(cell.newcomers_file)
+    about = cell.run.files.read_json(cell.newcomers_file)
     pick = lambda split, metric: np.array(
         [[client.get(split, {}).get(metric) for client in epoch] for epoch in about["epochs"]], dtype=float
     )
@@ -61,7 +61,7 @@ def cell_scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
     """
     path = cell.scores_file(model, until)
     if path.exists():
-        return files.read_json(path)
+        return cell.run.files.read_json(path)
     run = Run(cell.folder)
     if model not in run.result(cell.method)["clients"][0]:
         raise Problem(f"{cell.method} has no model '{model}' to score")
@@ -93,5 +93,5 @@ def cell_scores(cell: Cell, model: str, until: int) -> dict[str, Any]:
         "data": run.about.get("partition", {}).get("note", ""),
         **{key: record[key] for key in ("version", "commit")},
     }
-    files.write_json(path, scores)
+    cell.run.files.write_json(path, scores)
     return scores

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from perfed import __version__
 from perfed.core.errors import Problem
-from perfed.studies.papers.protocol import NEUTRAL, Protocol, without_folder
+from perfed.studies.papers.protocol import Protocol, without_folder
 from perfed.studies.papers.watch import mixtures_file
 from perfed.training import files
-from perfed.training.config import Config, to_toml
+from perfed.training.config import NEUTRAL, Config, to_toml
 from perfed.training.folder import MethodFolder, RunFolder
 from perfed.training.provenance import commit, hardware, together
 

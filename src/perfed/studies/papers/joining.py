@@ -12,7 +12,6 @@ from perfed.engines.scores import PERSONAL
 from perfed.engines.vectorised import part
 from perfed.methods.local import Local
 from perfed.studies.papers.cells import Cell
-from perfed.training import files
 from perfed.training.engine import make_engine
 from perfed.training.newcomers import visit
 from perfed.training.prepare import Experiment
@@ -51,4 +50,4 @@ def score_newcomers(experiment: Experiment, cell: Cell) -> None:
             epochs.append([scores[PERSONAL] for scores in reply.scores.on_host().by_client()])
     finally:
         engine.close()
-    files.write_json(cell.newcomers_file, {"samples": list(newcomers.test.size), "epochs": epochs})
+    cell.run.files.write_json(cell.newcomers_file, {"samples": list(newcomers.test.size), "epochs": epochs})

@@ -51,20 +51,26 @@ def pack(protocol: Protocol, out: Path, path: Path) -> None:
 
 def _contents(cell: Cell) -> Iterator[tuple[Path, bytes]]:
     """Yield a cell's files, and what the archive has of each."""
+    run, training = cell.run, cell.training
     yield cell.record, cell.record.read_bytes()
     if not cell.done:
         return
-    for file in [*cell.run.kept(), *cell.own_files(), *cell.training.kept()]:
-        if file.exists():
-            yield file, _without_data_folder(file) if file == cell.run.config_file else file.read_bytes()
-    server = cell.training.server_file
+    paths = [path for path in [*run.kept(), *cell.own_files(), *training.kept()] if run.files.exists(path)]
+    for path in paths:
+        content = run.files.read(path)
+        if path == run.config_file:
+            content = _without_data_folder(content)
+        if path == training.result_file:
+            content = training.result_of(paths).encode()
+        yield path, content
+    server = training.server_file
     if cell.seed == 0 and server.is_file() and issubclass(catalog.find(cell.method).load(), PGFed):
-        yield server, _tree_file(PGFed.kept(cell.training.server()))
+        yield server, _tree_file(PGFed.kept(training.server()))
 
 
-def _without_data_folder(config: Path) -> bytes:
+def _without_data_folder(config: bytes) -> bytes:
     """Return settings without the folder that the data were read from, which is another one elsewhere."""
-    lines = config.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = config.decode().splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("dir = ")).encode()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from perfed import data, models
 from perfed.core.errors import Problem, nearest
 from perfed.training import catalog
-from perfed.training.config import SECTIONS, Config, RunConfig, assign, from_dict, read_toml
+from perfed.training.config import NEUTRAL, SECTIONS, Config, RunConfig, assign, from_dict, read_toml
 
 HERE = Path(__file__).resolve()
 PLACES = (HERE.parents[2] / "bench", HERE.parents[4] / "bench")  # an installed package's, a checkout's
@@ -23,11 +23,6 @@ KINDS = ("accuracy", "rounds", "gain")  # what a cell of the table says
 RULES = ("max", "val", "last10", "last")  # which round counts: see `cell_scores`
 METRICS = ("mean", "pooled")  # over clients, or over their samples
 _PARTS = (*SECTIONS, "train")
-# Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it: a table
-# with other ones is the same table, among the same cells. Not here: eval_every (rules choose among evaluations),
-# precision and tf32 (numbers are rounded elsewhere).
-NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
-NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores"}
 _COLUMN = {"title", "same", "until", "first", "tuned", *_PARTS}
 _ROW = {"method", "title", "settings", "run", "times", "grid", "model", "cell", "paper", "std", "plain", "at", "note"}
 _ROW |= {"watch"}

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from perfed.methods.pfedmb import PFedMB
-from perfed.training import files
-from perfed.training.folder import MethodFolder, append_lines, read_lines
+from perfed.training.files import Folder
+from perfed.training.folder import MethodFolder
 from perfed.training.observers import Round
 
 
@@ -29,8 +29,8 @@ class MixtureLog:
     """Appends every client's weights of the branches, mean over layers, to a file of a run that is in round `now`."""
 
     def __init__(self, folder: MethodFolder, now: int):
-        self.path = mixtures_file(folder.path.parent)
-        files.write(self.path, b"".join(_lines_until(self.path, now)))  # later rounds are still to come
+        self.folder, self.path = folder, mixtures_file(folder.path.parent)
+        folder.files.write(self.path, b"".join(_lines_until(folder.files, self.path, now)))  # later rounds will come
 
     def see(self, event: Round) -> None:
         federation, method = event.federation, event.federation.method
@@ -38,13 +38,13 @@ class MixtureLog:
         states = federation.engine.states[federation.run].take(range(len(federation.clients)))
         weights = torch.stack([method.weights(state).mean(1) for state in states]).tolist()
         line = {"alpha": [[round(weight, 4) for weight in client] for client in weights], "round": federation.round}
-        append_lines(self.path, [line])
-        files.sync(self.path)  # a checkpoint of this round may follow
+        self.folder.append_lines(self.path, [line])
+        self.folder.files.sync(self.path)  # a checkpoint of this round may follow
 
 
-def _lines_until(path: Path, now: int) -> Iterator[bytes]:
+def _lines_until(files: Folder, path: Path, now: int) -> Iterator[bytes]:
     """Yield the lines of rounds up to `now`; a crash may have left half of the last."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
+    for line in files.read(path).splitlines(keepends=True) if files.exists(path) else []:
         with contextlib.suppress(ValueError):
             if line.endswith(b"\n") and json.loads(line)["round"] <= now:
                 yield line
@@ -52,7 +52,7 @@ def _lines_until(path: Path, now: int) -> Iterator[bytes]:
 
 def mixtures(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     """Read the rounds and the weights [rounds, clients, branches] of a run folder; None where nobody looked on."""
-    lines = read_lines(mixtures_file(folder))
+    lines = Folder(folder).read_lines(mixtures_file(folder))
     if not lines:
         return None
     return np.array([line["round"] for line in lines]), np.array([line["alpha"] for line in lines])

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,35 @@ import torch
 from torch import Tensor
 
 from perfed.core.errors import Problem
-from perfed.core.tree import tree_map
+from perfed.core.tree import flatten, tree_map
 from perfed.federation.federation import Federation
 from perfed.federation.traffic import Traffic
-from perfed.training import files
-from perfed.training.folder import MethodFolder
+from perfed.training.files import Folder, refuse_form
+from perfed.training.folder import BYTES, MethodFolder
 from perfed.training.observers import Round
 from perfed.training.observers.log import MetricsLog
 
 KEPT = 2
 ROWS = ".rows"
+FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs": {str: int}}
+FORM |= {"strikes?": int, "digests?": {str: str}, "settings?": dict, "changes?": [dict]}
 
 
 class Checkpoints:
     """Writes a checkpoint every so many rounds, after the metrics of that round."""
 
-    def __init__(self, folder: MethodFolder, every: int, log: MetricsLog):
-        self.folder, self.every, self.log = folder.checkpoints, every, log
-        self.folder.mkdir(exist_ok=True)
+    def __init__(self, folder: MethodFolder, every: int, log: MetricsLog, about: dict[str, Any] | None = None):
+        """Make the folder.
+
+        Args:
+            folder: the method's.
+            every: rounds between checkpoints.
+            log: knows the logs that belong to a checkpoint.
+            about: more that every checkpoint says: the `settings` that the method is trained with, and their `changes`.
+        """
+        self.files, self.folder, self.every = folder.files, folder.checkpoints, every
+        self.log, self.about = log, about or {}
+        self.files.make(self.folder)
 
     def see(self, event: Round) -> None:
         if event.last:  # the end is the result itself
@@ -43,23 +55,24 @@ class Checkpoints:
 
     def write(self, federation: Federation) -> None:
         """Save the federation as it is, with the lengths of the logs that belong to it."""
-        path, digest = _path(self.folder, federation.round), hashlib.sha256()
+        path, digest = _path(self.folder, federation.round), hashlib.sha256().hexdigest()
         ids, pieces = federation.engine.save(federation.run)
         if ids:
-            files.write(path.with_suffix(ROWS), _watched(pieces, digest))
+            digest = self.files.write(path.with_suffix(ROWS), pieces)
         state = {
             "round": federation.round,
             "server": federation.server,
-            "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest.hexdigest()},
+            "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest},
             "traffic": dataclasses.asdict(federation.traffic),
             "strikes": federation.strikes,
             "logs": self.log.sizes(),
+            "digests": {path.name: digest for path, digest in self.log.digests().items()},
         }
-        files.save_tree(path, state)
+        self.files.save_tree(path, state | self.about)
         self._prune()
 
     def _prune(self) -> None:
-        _keep(self.folder, _rounds(self.folder)[-KEPT:])
+        _keep(self.files, self.folder, _rounds(self.files, self.folder)[-KEPT:])
 
 
 class BestRound(Checkpoints):
@@ -67,22 +80,24 @@ class BestRound(Checkpoints):
 
     def __init__(self, folder: MethodFolder, log: MetricsLog, now: int):
         super().__init__(folder, 0, log)
-        self.recent, self.folder = self.folder, folder.best
-        _keep(self.folder, [round for round in _rounds(self.folder) if round <= now])  # later ones are still to come
+        self.method, self.recent, self.folder = folder, self.folder, folder.best
+        known = _rounds(self.files, self.folder)
+        _keep(self.files, self.folder, [round for round in known if round <= now])  # later ones are still to come
 
     def write(self, federation: Federation) -> None:
-        self.folder.mkdir(exist_ok=True)
+        self.files.make(self.folder)
         super().write(federation)
 
     def _prune(self) -> None:
         """Keep the newest, and what a run would want that goes on from the newest checkpoint."""
-        known, there = max(_rounds(self.recent), default=0), _rounds(self.folder)
-        _keep(self.folder, [*there[-1:], *[round for round in there if round <= known][-1:]])
+        known, there = max(_rounds(self.files, self.recent), default=0), _rounds(self.files, self.folder)
+        _keep(self.files, self.folder, [*there[-1:], *[round for round in there if round <= known][-1:]])
 
     def restore(self, federation: Federation, round: int) -> bool:
         """Set the federation to this round; returns whether it is there."""
-        if round in _rounds(self.folder):
-            _read(self.folder.parent, _path(self.folder, round), federation)
+        if round in _rounds(self.files, self.folder):
+            path = _path(self.folder, round)
+            _use(self.method, path, _read(self.method, path, len(federation.clients)), federation)
         return federation.round == round
 
 
@@ -90,33 +105,27 @@ def _path(folder: Path, round: int) -> Path:
     return folder / f"round_{round:08d}.safetensors"
 
 
-def _rounds(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("round_")) for path in folder.glob("round_*.safetensors"))
+def _rounds(files: Folder, folder: Path) -> list[int]:
+    """Return the rounds of which there is a checkpoint; files that are called otherwise are none."""
+    known = [re.fullmatch(r"round_([0-9]{8,15})\.safetensors", name) for name in files.names(folder)]
+    return sorted(int(match[1]) for match in known if match)
 
 
-def _keep(folder: Path, rounds: Iterable[int]) -> None:
+def _keep(files: Folder, folder: Path, rounds: Iterable[int]) -> None:
     kept = {_path(folder, round).stem for round in rounds}
-    for old in folder.glob("round_*"):
-        if old.stem not in kept:
-            old.unlink()
+    for name in files.names(folder):
+        if re.fullmatch(r"\.?round_[0-9]{8,15}\.(safetensors|rows)(\.tmp)?", name) and Path(name).stem not in kept:
+            files.remove(folder / name)
 
 
-def _watched(pieces: Iterable[bytes], digest: Any) -> Iterator[bytes]:
-    for piece in pieces:
-        digest.update(piece)
-        yield piece
-
-
-def _restore_states(path: Path, about: dict[str, Any], federation: Federation) -> None:
+def _restore_states(files: Folder, path: Path, about: dict[str, Any], federation: Federation) -> None:
     """Give the engine the states of a file of rows; a Problem where the file is not what was written."""
-    if "sha256" not in about:
-        raise Problem(f"'{path.parent}' holds checkpoints of an older perfed: resume with that one, or start anew")
     ids, digest = about["clients"].tolist(), hashlib.sha256()
     if not ids:
         federation.engine.restore(federation.run, ids, lambda _: b"")
         return
     try:
-        with path.open("rb") as file:
+        with files.open(path) as file:
 
             def read(count: int) -> bytes:
                 piece = file.read(count)
@@ -130,36 +139,81 @@ def _restore_states(path: Path, about: dict[str, Any], federation: Federation) -
         raise Problem(f"'{path}' is damaged: its checksum does not fit")
 
 
-def _read(folder: Path, path: Path, federation: Federation) -> dict[str, int]:
-    """Set the federation to one checkpoint; returns the logs' lengths."""
-    device, state = federation.method.model.device, files.load_tree(path)
-    for name, size in state["logs"].items():
-        files.long_enough(folder / name, size)
-    _restore_states(path.with_suffix(ROWS), state["states"], federation)
+def _read(folder: MethodFolder, path: Path, clients: int) -> dict[str, Any]:
+    """Read a checkpoint without its rows; refuse what is none."""
+    where, state = f"'{path}'", folder.files.load_tree(path)
+    refuse_form(state, FORM, where)
+    if "sha256" not in state["states"]:
+        raise Problem(f"'{path.parent}' holds checkpoints of an older perfed: resume with that one, or start anew")
+    refuse_form(state, {"states": {"clients": Tensor, "sha256": str}, "traffic": BYTES}, where)
+    if _path(path.parent, state["round"]) != path:
+        raise Problem(f"{where} is damaged: it is of round {state['round']}")
+    ids = state["states"]["clients"]
+    if ids.dtype != torch.int64 or ids.dim() != 1 or ids.tolist() != sorted({*ids.tolist()} & {*range(clients)}):
+        raise Problem(f"{where} is damaged: it has states of clients that there are not")
+    if unknown := state["traffic"].keys() - {field.name for field in dataclasses.fields(Traffic)}:
+        raise Problem(f"{where} is damaged: there is no traffic '{min(unknown)}'")
+    if min(state["logs"].values(), default=0) < 0:
+        raise Problem(f"{where} is damaged: no log has a length below 0")
+    for log in folder.logs:
+        folder.files.refuse_short(log, state["logs"].get(log.name, 0))
+    for log in folder.logs:
+        digest, size = state.get("digests", {}).get(log.name), state["logs"].get(log.name, 0)  # perfed 0.1 had none
+        if digest and size and folder.files.digest(log, size).hexdigest() != digest:
+            raise Problem(f"'{log}' is damaged: up to round {state['round']} it is not what was written")
+    return state
+
+
+def _form(tree: Any) -> Any:
+    """Return what a state looks like: how it is nested, and each tensor's type and shape."""
+    leaves, nesting = flatten(tree)
+    about = lambda leaf: (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+    return nesting, [about(leaf) for leaf in leaves]
+
+
+def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Federation) -> None:
+    """Set the federation to what a checkpoint says."""
+    device = federation.method.model.device
+    if _form(state["server"]) != _form(federation.server):
+        raise Problem(f"'{path}' does not fit: its server's state has another form than the method's")
+    _restore_states(folder.files, path.with_suffix(ROWS), state["states"], federation)
     federation.round = state["round"]
     federation.server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
     federation.traffic = Traffic(**state["traffic"])
     federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
-    return state["logs"]
 
 
-def restore(folder: MethodFolder, federation: Federation, notice: Callable[[str], None]) -> dict[str, int] | None:
+def restore(
+    folder: MethodFolder,
+    federation: Federation,
+    notice: Callable[[str], None],
+    why_not: Callable[[dict[str, Any]], str] = lambda _: "",
+) -> dict[str, int] | None:
     """Set the federation to its newest whole checkpoint.
 
     Args:
         folder: where the checkpoints are.
         federation: a new one of the same method, seed and clients.
         notice: is told which checkpoint is damaged.
+        why_not: is given a checkpoint that is whole; says why the run must not go on from it, or nothing.
 
     Returns:
         The logs' lengths at that checkpoint; None where there is no checkpoint.
     """
-    rounds = _rounds(folder.checkpoints)
+    rounds = _rounds(folder.files, folder.checkpoints)
     for round in reversed(rounds):
+        path = _path(folder.checkpoints, round)
         try:
-            return _read(folder.path, _path(folder.checkpoints, round), federation)
+            state = _read(folder, path, len(federation.clients))
+            refusal = why_not(state)
+            if not refusal:
+                _use(folder, path, state, federation)
         except Problem as problem:
             if round == rounds[0]:
                 raise
             notice(f"{problem}; going back to the checkpoint before it")
+            continue
+        if refusal:
+            raise Problem(refusal)
+        return state["logs"]
     return None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation
-from perfed.training import files
-from perfed.training.folder import MethodFolder, append_lines
+from perfed.training.folder import MethodFolder
 from perfed.training.observers import Round
 
 
@@ -22,9 +23,12 @@ class MetricsLog:
             folder: where they are.
             sizes: bytes of each log by its file's name; None: begin anew.
         """
-        self.folder = folder
+        self.folder, files = folder, folder.files
         for path in folder.logs:
             files.truncate(path, (sizes or {}).get(path.name, 0))
+        # Clock times are nobody's result, and differ from run to run.
+        logs = [path for path in folder.logs if path != folder.times_log]
+        self._digests = {path: files.digest(path) if files.exists(path) else hashlib.sha256() for path in logs}
 
     def see(self, event: Round) -> None:
         federation = event.federation
@@ -35,7 +39,7 @@ class MetricsLog:
         if event.scores is not None:
             by_client = enumerate(event.scores.by_client())
             lines = [{"round": round, "client": names[id], **scores} for id, scores in by_client]
-            append_lines(self.folder.scores_log, lines)
+            self._append(self.folder.scores_log, lines)
             about["accuracy"] = event.scores.means("test")
             about["validation"] = event.scores.means("val")
         if event.refused:
@@ -44,15 +48,25 @@ class MetricsLog:
             about["abandoned"] = True
         if event.stopped:
             about["stopped"] = event.stopped
-        append_lines(self.folder.rounds_log, [about])
-        append_lines(self.folder.times_log, [{"round": round, "seconds": event.seconds}])
+        self._append(self.folder.rounds_log, [about])
+        self._append(self.folder.times_log, [{"round": round, "seconds": event.seconds}])
+
+    def _append(self, path: Path, lines: list[dict[str, Any]]) -> None:
+        content = self.folder.append_lines(path, lines)
+        if path in self._digests:
+            self._digests[path].update(content)
+
+    def digests(self) -> dict[Path, str]:
+        """Return the SHA-256 of each log as it is now, but for that of clock times."""
+        return {path: digest.hexdigest() for path, digest in self._digests.items()}
 
     def sizes(self) -> dict[str, int]:
         """Return how long each log is now; on disk, because a checkpoint will vouch for it."""
+        files = self.folder.files
         for path in self.folder.logs:
-            if path.exists():
+            if files.exists(path):
                 files.sync(path)
-        return {path.name: path.stat().st_size if path.exists() else 0 for path in self.folder.logs}
+        return {path.name: files.size(path) or 0 for path in self.folder.logs}
 
 
 def _failures(federation: Federation) -> dict[str, Any]:

@@ -1,0 +1,5 @@
+"""`python -m perfed` is `perfed`."""
+
+from perfed.cli import main
+
+main()
