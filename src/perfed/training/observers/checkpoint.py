@@ -164,17 +164,26 @@ def _read(folder: MethodFolder, path: Path, clients: int) -> dict[str, Any]:
     return state
 
 
-def _form(tree: Any) -> Any:
-    """Return what a state looks like: how it is nested, and each tensor's type and shape."""
-    leaves, nesting = flatten(tree)
-    about = lambda leaf: (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
-    return nesting, [about(leaf) for leaf in leaves]
+def _fits(tree: Any, start: Any) -> bool:
+    """Tell if a server's state has the form that it started with; a table that grows starts with one entry or none."""
+    (leaves, nesting), (first, wanted) = flatten(tree), flatten(start)
+    if nesting != wanted:
+        return False
+    for leaf, other in zip(leaves, first, strict=True):
+        if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
+            same = type(leaf) is type(other)
+        else:
+            grows = other.dim() > 0 and len(other) < 2 and leaf.dim() > 0
+            same = leaf.shape[grows:] == other.shape[grows:] and leaf.dtype == other.dtype
+        if not same:
+            return False
+    return True
 
 
 def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Federation) -> None:
     """Set the federation to what a checkpoint says."""
     device = federation.method.model.device
-    if _form(state["server"]) != _form(federation.server):
+    if not _fits(state["server"], federation.server):
         raise Problem(f"'{path}' does not fit: its server's state has another form than the method's")
     _restore_states(folder.files, path.with_suffix(ROWS), state["states"], federation)
     federation.round = state["round"]
