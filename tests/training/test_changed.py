@@ -11,12 +11,18 @@ from tiny import QUIET, contents, copied, make
 
 import perfed
 from perfed import api
+from perfed.contract.toy import norm_net, plain_net
 from perfed.core.errors import Problem
 from perfed.core.method import Method
+from perfed.core.model import Model
+from perfed.engines.base import Job
+from perfed.engines.local import Sequential
+from perfed.federation.federation import Federation
 from perfed.report.tables import remarks
 from perfed.training import catalog, files
 from perfed.training.config import SECTIONS
 from perfed.training.folder import RunFolder
+from perfed.training.observers.checkpoint import _fits
 
 
 @pytest.fixture(scope="module")
@@ -352,3 +358,17 @@ def test_a_configuration_that_is_none(stopped, text):
 def test_folders_of_methods_are_opened_once(finished):
     folder = RunFolder(finished)
     assert folder.method("mine") is folder.method("mine")
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names() if name != "fedalign"])  # it needs convolutions
+def test_a_server_is_known_by_its_form(name, clients):
+    """However the state of a method's server changes, a checkpoint of it is taken for its own."""
+    entry = catalog.find(name)
+    short = {key: 2 for key in ("warmup", "head_epochs", "personal_epochs") if key in entry.fields}
+    net = norm_net if name == "fedbn" else plain_net
+    method = entry.load()(Model(net), epochs=1, lr=0.01, cohort=3, **short)
+    federation = Federation(Sequential(Job(method, clients)))
+    start = Federation(Sequential(Job(method, clients)))
+    for _ in range(4):
+        federation.step()
+        assert _fits(start, federation.server)

@@ -210,7 +210,7 @@ class Folder:
         with self._parent(path / "any", make=True):
             pass
 
-    def write(self, path: Path, content: bytes | str | Iterable[bytes]) -> str:
+    def write(self, path: Path, content: bytes | str | Iterable[bytes | memoryview]) -> str:
         """Replace a file in one step; after a crash at any moment the old or the new one is there, whole.
 
         Args:
@@ -336,7 +336,7 @@ class Folder:
             raise Problem(f"'{path}' is damaged or not a file of perfed ({type(error).__name__})") from None
 
 
-def write(path: Path, content: bytes | str | Iterable[bytes]) -> str:
+def write(path: Path, content: bytes | str | Iterable[bytes | memoryview]) -> str:
     """Write a file that belongs to no run folder, as `Folder.write` does."""
     return Folder(path.parent).write(path, content)
 

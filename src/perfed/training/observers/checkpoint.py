@@ -164,30 +164,37 @@ def _read(folder: MethodFolder, path: Path, clients: int) -> dict[str, Any]:
     return state
 
 
-def _fits(tree: Any, start: Any) -> bool:
-    """Tell if a server's state has the form that it started with; a table that grows starts with one entry or none."""
-    (leaves, nesting), (first, wanted) = flatten(tree), flatten(start)
-    if nesting != wanted:
+def _fits(federation: Federation, server: Any) -> bool:
+    """Tell if a server's state is one of the federation's method and network: in its form, or in that of what it sends.
+
+    A state may grow, or be kept in another way than at the start.
+    """
+    if _form(server) == _form(federation.server):
+        return True
+    ids = torch.zeros(1, dtype=torch.int64, device=federation.method.model.device)
+    try:
+        sent = [federation.method.broadcast(state, ids) for state in (server, federation.server)]
+    except Exception:  # whatever a method says to a state that is not its own
         return False
-    for leaf, other in zip(leaves, first, strict=True):
-        if not isinstance(leaf, Tensor) or not isinstance(other, Tensor):
-            same = type(leaf) is type(other)
-        else:
-            grows = other.dim() > 0 and len(other) < 2 and leaf.dim() > 0
-            same = leaf.shape[grows:] == other.shape[grows:] and leaf.dtype == other.dtype
-        if not same:
-            return False
-    return True
+    now, start = (_form((down.shared, down.own)) for down in sent)
+    return now == start
+
+
+def _form(tree: Any) -> Any:
+    """Return how a tree is nested, and each tensor's type and shape."""
+    leaves, nesting = flatten(tree)
+    return nesting, [(leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves]
 
 
 def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Federation) -> None:
     """Set the federation to what a checkpoint says."""
     device = federation.method.model.device
-    if not _fits(state["server"], federation.server):
-        raise Problem(f"'{path}' does not fit: its server's state has another form than the method's")
+    server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
+    if not _fits(federation, server):
+        raise Problem(f"'{path}' does not fit: its server's state is not one of this method and network")
     _restore_states(folder.files, path.with_suffix(ROWS), state["states"], federation)
     federation.round = state["round"]
-    federation.server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
+    federation.server = server
     federation.traffic = Traffic(**state["traffic"])
     federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
 
