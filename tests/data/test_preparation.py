@@ -97,11 +97,11 @@ def test_what_is_sent_is_counted():
     records = cells(["1", "F"], ["2", "M"], ["", "F"], columns=("age", "sex"))
     plain = join({"a": sums(records), "b": sums(records)}, records.columns, "federated")
     assert plain is not None
-    # Up: rows; count, sum and sum of squares of age; F and M. Down: mean and deviation of age, the flag, F and M.
-    assert plain["traffic"] == {"up_mean": 2 * 4 * 8, "up_own": 2 * 2, "down_shared": 2 * (16 + 1 + 2)}
+    # Up: rows; count, sum and sum of squares of age; count of sex; F, M. Down: mean, deviation, flag, F, M.
+    assert plain["traffic"] == {"up_mean": 2 * 5 * 8, "up_own": 2 * 2, "down_shared": 2 * (16 + 1 + 2)}
     local = join({"a": sums(records), "b": sums(records)}, records.columns, "local")
     assert local is not None
-    assert local["traffic"] == {"up_mean": 0, "up_own": 2 * (2 + 1), "down_shared": 2 * (1 + 2)}
+    assert local["traffic"] == {"up_mean": 2 * 8, "up_own": 2 * (2 + 1), "down_shared": 2 * (1 + 2)}
     whole = numbers_alone(np.ones((3, 2)))
     assert join({"a": sums(whole)}, None, "none") is None  # nothing to agree on
 
@@ -164,7 +164,7 @@ def test_means_of_the_clients_own(hospitals):
         assert float(age.mean()) == pytest.approx(0, abs=1e-6)
         assert float(age.std(correction=0)) == pytest.approx(1, rel=1e-5)
     assert clients.preparation is not None
-    assert clients.preparation["traffic"]["up_mean"] == 0
+    assert clients.preparation["traffic"]["up_mean"] == 3 * 8  # how many rows have a sex
     assert "standardised in each client" in clients.notices[0]
 
 

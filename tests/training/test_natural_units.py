@@ -83,8 +83,8 @@ def test_a_table_in_natural_units_is_learned(run):
 
 def test_traffic_and_papers_say_what_left_the_clients(run):
     agreed = run.about["preparation"]["traffic"]
-    # Of three clients: rows, and three sums for two columns; F and M. Back: two means and deviations, a flag, F and M.
-    assert agreed == {"up_mean": 3 * 7 * 8, "up_own": 3 * 2, "down_shared": 3 * (32 + 1 + 2)}
+    # Of three clients: rows, three sums of two columns, a count of texts; F, M. Back: means, deviations, flag, F, M.
+    assert agreed == {"up_mean": 3 * 8 * 8, "up_own": 3 * 2, "down_shared": 3 * (32 + 1 + 2)}
     line = run.folder.method("fedavg").rounds()[0]["bytes"]
     assert line["up_mean"] == agreed["up_mean"] + 3 * 4 * run.result("fedavg")["parameters"]
     assert line["up_own"] == agreed["up_own"]
@@ -114,6 +114,12 @@ def test_models_take_raw_rows(run):
         client.predict(Frame(lines))
     with pytest.raises(Problem, match=r"the input needs names of columns, because 'sex' holds text"):
         client.predict(np.zeros((2, 3)))
+
+
+@pytest.mark.slow
+def test_an_exported_model_takes_raw_rows(run):
+    model, rows = run.client("graz").model(), torch.tensor([[60.0, 0, 200], [80.0, 1, float("nan")]])
+    assert torch.allclose(torch.export.export(model, (rows,)).module()(rows), model(rows))
 
 
 def test_predict_finds_columns_by_name(run, tmp_path, monkeypatch, capsys):

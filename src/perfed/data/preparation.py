@@ -288,13 +288,15 @@ def _refuse_names(name: str, texts: int, rows: int) -> None:
 
 def _traffic(preparation: Preparation, clients: Sequence[Sums]) -> dict[str, int]:
     """Return the bytes of the exchange: a client that has nothing to say sends nothing."""
-    numbers = sum(column.texts is None for column in preparation.columns) * (preparation.normalise == "federated")
+    federated = preparation.normalise == "federated"
+    texts = sum(column.texts is not None for column in preparation.columns)
+    numbers = (len(preparation.columns) - texts) * federated
     flags = sum(column.flag for column in preparation.columns)
     letters = lambda texts: sum(len(text.encode()) for text in texts)
     down = 2 * NUMBER * numbers + LETTER * flags + sum(letters(column.texts or ()) for column in preparation.columns)
-    sent = (1 + 3 * numbers) * NUMBER if numbers else 0
+    sent = (federated + 3 * numbers + texts) * NUMBER  # rows; counts, sums and sums of squares; counts of texts
     named = sum(letters(texts or ()) for client in clients for texts in client.texts)
-    gaps = sum(int((client.count < client.rows).sum()) for client in clients) * LETTER * (not numbers)
+    gaps = sum(int((client.count < client.rows).sum()) for client in clients) * LETTER * (not federated)
     return {"up_mean": sent * len(clients), "up_own": named + gaps, "down_shared": down * len(clients)}
 
 
@@ -330,7 +332,8 @@ def words(plain: Mapping[str, Any]) -> list[str]:
         numbers = "numeric columns" if table else "channels"
         counted = plain["normalise"] == "federated" and len(texts) < max(1, len(columns))
         sent = [f"counts, sums and sums of squares of {numbers}"] * counted
-        sent += ["which texts occur"] * bool(texts) + ["which columns have gaps"] * bool(flagged and not sent)
+        sent += ["which columns have gaps"] * bool(flagged and plain["normalise"] != "federated")
+        sent += ["which texts occur, and how many rows have one"] * bool(texts)
         lines.append(
             f"before round 1 each client sent of its training samples: {', '.join(sent)} "
             f"({sum(plain['traffic'].values()):,} bytes up and down in all, part of every method's traffic)"
