@@ -48,3 +48,14 @@ def test_a_file_of_ones_own_is_run_anew(room):
     assert load_file(path).value == 1
     room("own.py", "value = 2000\n")
     assert load_file(path).value == 2000
+
+
+def test_a_member_may_write_its_base_as_it_likes(room):
+    """With the module's name in front, under another name, or as a class that derives from another member's."""
+    room("a.py", '"""A: plain."""\nclass A(Parent):\n    pass\n')
+    room("b.py", '"""B: dotted."""\nfrom room import base\nclass B(base.Parent):\n    pass\n')
+    room("c.py", '"""C: renamed."""\nfrom room.base import Parent as P\nclass C(P):\n    pass\n')
+    room("d.py", '"""D: of another."""\nfrom room.e import E\nclass D(E):\n    pass\n')
+    room("e.py", '"""E: of a renamed one."""\nfrom room.c import C as Other\nclass E(Other):\n    pass\n')
+    folder = room("f.py", '"""F: none."""\nclass F(dict):\n    pass\n')
+    assert list(members(folder, "Parent")) == ["a", "b", "c", "d", "e"]

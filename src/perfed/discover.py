@@ -49,22 +49,39 @@ def constants(body: list[ast.stmt]) -> dict[str, Any]:
 def members(folder: Path, *marks: str) -> dict[str, str]:
     """Name and describe the members in a folder, in alphabetical order.
 
-    A member is a file that defines one of the functions `marks`, or a class derived from one of the classes `marks`.
+    A member is a file that defines one of the functions `marks`, or a class derived from one of the classes `marks`,
+    directly or through other classes of the room.
     It is called like its file, with dashes for underscores.
     """
     trees = {path: parse(path) for path in sorted(folder.glob("*.py"))}
+    marks = _with_derived(list(trees.values()), marks)
     return {
         path.stem.replace("_", "-"): describe(ast.get_docstring(tree))
         for path, tree in trees.items()
-        if any(_has_mark(node, marks) for node in tree.body)
+        if any(_has_mark(node, _called(tree, marks)) for node in tree.body)
     }
+
+
+def _with_derived(trees: list[ast.Module], marks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the marks with every class of a room that derives, through however many others, from one of them."""
+    classes = [(node, tree) for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    while more := {node.name for node, tree in classes if _has_mark(node, _called(tree, marks))} - set(marks):
+        marks = (*marks, *more)
+    return marks
+
+
+def _called(tree: ast.Module, marks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the marks with the names that a file gives them: `from ... import Transform as T`."""
+    names = [name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names]
+    return (*marks, *(name.asname for name in names if name.asname and name.name in marks))
 
 
 def _has_mark(node: ast.stmt, marks: tuple[str, ...]) -> bool:
     if isinstance(node, ast.FunctionDef):
         return node.name in marks
-    named = node.bases if isinstance(node, ast.ClassDef) else node.targets if isinstance(node, ast.Assign) else []
-    return any(ast.unparse(name) in marks for name in named)
+    if isinstance(node, ast.ClassDef):  # `base.Transform` is a Transform
+        return any(ast.unparse(base).rpartition(".")[2] in marks for base in node.bases)
+    return isinstance(node, ast.Assign) and any(ast.unparse(name) in marks for name in node.targets)
 
 
 def load_member(package: str, name: str) -> ModuleType:

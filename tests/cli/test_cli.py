@@ -370,15 +370,24 @@ def test_check_finds_what_is_wrong(call, monkeypatch):
     )
     from perfed.contract import runner
 
-    only = ("nothing is changed in place", "states keep their form")
-    monkeypatch.setattr(runner, "CHECKS", {title: runner.CHECKS[title] for title in only})
+    few = ("it trains and predicts", "states keep their form", "nothing is changed in place")
+    monkeypatch.setattr(runner, "RULES", [check for check in runner.RULES if check.title in few])
     monkeypatch.setattr(runner, "ENGINES", ())
+    monkeypatch.setattr(runner, "BATCHED", ())
     code, out, err = call("check", "./bad.py", "--json")
     assert code == 1
     result = json.loads(out)
     assert result["failed"] == 1
-    assert {each["check"]: each["ok"] for each in result["checks"]} == {only[0]: False, only[1]: True}
-    assert err.splitlines()[-1] == "perfed: bad fails 1 of 2 checks"
+    found = {each["check"]: each["ok"] for each in result["checks"]}
+    assert [found[title] for title in few] == [True, True, False]
+    waiting = [title for title, ok in found.items() if ok is None]
+    assert waiting == [check.title for check in runner.FOLLOWS]
+    assert err.splitlines()[-1] == "perfed: bad fails 1 of 6 checks"
+    code, out, err = call("check", "./bad.py")
+    assert code == 1
+    failed = "FAILED nothing is changed in place: broadcast or aggregate writes into the server's state: make a new one"
+    assert failed in out.replace("\n", " ")
+    assert "not tried, since they build on what failed: state survives saving and loading; " in out.replace("\n", " ")
 
 
 # ---------------------------------------------------------------------- where settings come from

@@ -3,15 +3,18 @@
 import pytest
 import torch
 
-from perfed.contract import checks, toy
+from perfed.contract import checks, settings, toy
+from perfed.contract.runner import RULES
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
-from perfed.training.catalog import methods
+from perfed.training.catalog import RUN_SETS, methods
 
 METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
-LONG = ("fedalign", "fedbn", "moon", "perfedavg", "pfedme")  # normalisation, several passes, or steps within steps
+LONG = ("fedalign", "fedalt", "fedrep")  # a network of convolutions alone, or many epochs
+PLAIN = {"momentum", "nesterov", "optimizer"}  # refused where steps have to be plain gradients
+REFUSED = {"pfedme": PLAIN, "scaffold": PLAIN, "pfedmb": {"optimizer"}}
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 each_short_method = pytest.mark.parametrize(
     "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]
@@ -70,19 +73,11 @@ def test_several_runs_in_one_batch_equal_each_alone(entry):
     checks.check_together(entry)
 
 
-@each_method
-def test_statistics_move(entry):
-    checks.check_statistics(entry)
-
-
-@each_method
-def test_nothing_is_changed_in_place(entry):
-    checks.check_pure(entry)
-
-
-@each_method
-def test_same_seed_same_result(entry):
-    checks.check_repeatable(entry)
+@each_short_method
+def test_rules_are_kept(entry):
+    """Nothing is kept, changed in place, drawn from a global, looked up among test samples, forgotten or misplaced."""
+    for check in RULES:
+        check.run(entry)
 
 
 @each_method
@@ -90,19 +85,31 @@ def test_state_survives_saving(entry):
     checks.check_saved(entry)
 
 
-@each_method
-def test_states_keep_their_form(entry):
-    checks.check_stable(entry)
-
-
-@each_method
-def test_a_global_model_is_the_same_for_all(entry):
-    checks.check_global(entry)
-
-
 @each_short_method
 def test_every_hyperparameter_matters(entry):
-    checks.check_settings(entry)
+    """Each is shown to change the outcome, alone; or the method refuses to have it changed, in a sentence."""
+    shown = dict(settings.evidences(entry))
+    assert set(shown) == set(entry.fields) - set(RUN_SETS)
+    print(entry.name, *(f"{name}: {evidence and evidence.words}" for name, evidence in shown.items()), sep="\n    ")
+    assert [name for name, evidence in shown.items() if evidence is None] == []
+    refused = {name for name, evidence in shown.items() if evidence and not evidence.matters}
+    assert refused == REFUSED.get(entry.name, set())
+
+
+def test_what_matters_only_where_another_setting_has_another_value():
+    """The mixture of PGFed is clamped where it falls below 0, and FedFomo's base is that of two rounds ago."""
+    for name, setting in (("pgfed", "clamp"), ("pgfedmo", "clamp"), ("fedfomo", "base")):
+        entry = methods()[name]
+        evidence = settings._Trial(entry).evidence(setting, entry.fields[setting])
+        assert evidence is not None
+        assert evidence.matters
+
+
+def test_a_setting_that_is_refused_changes_no_other_instance():
+    """Adam is refused beside momentum: the instance that tries it goes without, and the next one has its momentum."""
+    make = toy.maker(methods()["fedavg"])
+    assert (make(optimizer="adam").momentum, make().momentum, make(epochs=3).momentum) == (0.0, 0.5, 0.5)
+    assert toy.maker(methods()["scaffold"])().momentum == 0.0
 
 
 @each_seeded_method

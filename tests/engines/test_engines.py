@@ -186,7 +186,7 @@ def test_mean_is_exact_over_chunks(engine):
 class OneByOne(FedAvg):
     """FedAvg whose model nobody knows to be the same for all clients."""
 
-    evaluates = "personal"
+    evaluates = "own"
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -13,7 +13,7 @@ import torch
 from conftest import make_clients, plain_net
 
 import perfed
-from perfed.contract import checks
+from perfed.contract import checks, rules
 from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.core.random import choose, derive, shuffle
@@ -181,7 +181,7 @@ class Liar(Method):
 def test_a_method_that_only_says_it_has_one_model_fails_its_check(tmp_path):
     (tmp_path / "liar.py").write_text(LIAR)
     with pytest.raises(AssertionError, match="different models"):
-        checks.check_global(find(str(tmp_path / "liar.py")))
+        rules.check_evaluates(find(str(tmp_path / "liar.py")))
 
 
 TINY = {"clients": 4, "rounds": 2, "epochs": 1, "hidden": 8, "engine": "sequential", "baseline": False}

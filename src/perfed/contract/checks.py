@@ -1,4 +1,4 @@
-"""The checks of the contract, one function each.
+"""The checks of what follows from the rules: engines agree, training goes on after saving, a method learns.
 
 No check knows a method: each takes a method's catalog entry, makes instances with various settings, runs a few rounds
 on the toy federation in float64, and compares. Where something is wrong, it raises AssertionError with a sentence.
@@ -12,26 +12,27 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from perfed.contract.toy import CLASSES, COHORTS, SIZES, disagreeing_clients, maker, networks, toy_clients
+from perfed.contract.toy import CLASSES, COHORTS, disagreeing_clients, maker, networks, toy_clients
 from perfed.core.clients import Clients
-from perfed.core.errors import Problem
 from perfed.core.method import Method
-from perfed.core.tree import leaves, tree_map
-from perfed.engines.base import Engine, EvaluationRequest, Job, Work
+from perfed.core.tree import leaves
+from perfed.engines.base import Engine, Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation, evaluate, step
 from perfed.training import files
-from perfed.training.catalog import RUN_SETS, Entry, methods
+from perfed.training.catalog import Entry, methods
+from perfed.wire.base import Transform
+from perfed.wire.identity import Identity
 
 CLOSE = 1e-9
-MakeEngine = Callable[[Method, Clients], Engine]
+MakeEngine = Callable[..., Engine]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,11 +115,15 @@ def compare(outcome: Outcome, expected: Outcome, title: str, tolerance: float = 
         assert worst <= tolerance, f"{title} differs in {field.name} by {worst:.1e} (relative)"
 
 
-ENGINES: dict[str, MakeEngine] = {
-    "workers": lambda method, clients: Workers(Job(method, clients, seed=5), workers=2),
-    "vectorised": lambda method, clients: Vectorised(Job(method, clients, seed=5)),
-    "vectorised in blocks": lambda method, clients: Vectorised(Job(method, clients, seed=5), block=2, sizes=(2, 3)),
+ENGINES: dict[str, MakeEngine] = {  # each takes a method, clients, and perhaps what happens to uploads
+    "workers": lambda *job: Workers(_job(*job), workers=2),
+    "vectorised": lambda *job: Vectorised(_job(*job)),
+    "vectorised in blocks": lambda *job: Vectorised(_job(*job), block=2, sizes=(2, 3)),
 }
+
+
+def _job(method: Method, clients: Clients, wire: Transform = Identity()) -> Job:  # noqa: B008 (it has no state)
+    return Job(method, clients, seed=5, wire=wire)
 
 
 def reference(method: Method, clients: Clients | None = None) -> Outcome:
@@ -197,57 +202,6 @@ def check_together(entry: Entry) -> None:
     assert not servers[0] or difference(servers[0], servers[1]) > 0, "another seed changes nothing"
 
 
-def check_statistics(entry: Entry) -> None:
-    """Check that running statistics of BatchNorm move and stay finite."""
-    make = maker(entry, "norm")
-    method, outcome = make(), reference(make())
-    model = method.model
-    buffers = model.everything.mask & ~model.weights.mask
-    client = dataclasses.replace(method, population=len(SIZES)).init_client()
-    before = method.init_server(len(SIZES)), client, model.init(method.seed)
-    start = model.init(method.seed)[buffers]
-    assert len(leaves(before)), "a method without any tensors"
-    moved = [thetas["personal"][buffers] for thetas in outcome.models.values()]
-    assert any(difference(m, start) > 1e-6 for m in moved), "BatchNorm statistics never moved"
-    assert all(m.isfinite().all() for m in moved), "BatchNorm statistics are not finite"
-
-
-def _copied(tree: Any) -> Any:
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree)
-
-
-def check_pure(entry: Entry) -> None:
-    """Check that none of the six functions writes into what it is given."""
-    make = maker(entry, "norm")
-
-    class Guard(Sequential):
-        def _work(self, work: Work) -> Any:
-            given = work.states, work.down.shared, work.down.own
-            before = _copied(given)
-            results = super()._work(work)
-            assert difference(given, before) == 0, f"{type(work.task).__name__.lower()} changed its inputs in place"
-            return results
-
-    method = make()
-    federation = Federation(Guard(Job(method, toy_clients(), seed=5)))
-    for cohort in COHORTS:
-        before = _copied(federation.server)
-        server = federation.server
-        federation.step(cohort)
-        assert difference(server, before) == 0, "broadcast or aggregate changed the server's state in place"
-    server, states = _copied(federation.server), states_of(federation)
-    federation.evaluate()
-    assert difference((federation.server, states_of(federation)), (server, states)) == 0, "personalise changed a state"
-
-
-def check_repeatable(entry: Entry) -> None:
-    """Check that equal seeds give equal bits, and another seed does not."""
-    make = maker(entry)
-    assert difference(reference(make()).models, reference(make()).models) == 0, "two equal runs differ"
-    other = play(Sequential(Job(make(), toy_clients(), seed=6)))
-    assert difference(reference(make()).models, other.models) > 0, "another seed changes nothing"
-
-
 def check_saved(entry: Entry) -> None:
     """Check that training goes on unchanged after its state was saved and loaded."""
     make = maker(entry, "norm")
@@ -264,78 +218,6 @@ def check_saved(entry: Entry) -> None:
     rest = Federation(engine, server=loaded["server"], round=1, traffic=half.traffic)
     engine.states[0].update((int(id), state) for id, state in loaded["states"].items())
     compare(play(engine, COHORTS[1:], rest), expected, "a run that was saved and loaded", tolerance=0)
-
-
-def check_stable(entry: Entry) -> None:
-    """Check that the forms of server and client states do not change between rounds."""
-    method = maker(entry)()
-    federation = Federation(Sequential(Job(method, toy_clients(), seed=5)))
-    kind = lambda t: (tuple(t.shape), str(t.dtype)) if isinstance(t, Tensor) else type(t).__name__
-    form = lambda tree: tree_map(kind, tree)
-    server = form(federation.server)
-    for cohort in COHORTS:
-        federation.step(cohort)  # refuses a client's state of another form
-        assert form(federation.server) == server, "the server's state changes its form"
-
-
-def check_global(entry: Entry) -> None:
-    """Check that a method which says that it evaluates one global model gives every client that one.
-
-    Such clients are scored together.
-    """
-    method = maker(entry, "norm")()
-    if not method.one_for_all:
-        return
-    engine = Sequential(Job(method, toy_clients(), seed=5))
-    federation = Federation(engine)
-    for cohort in COHORTS:
-        federation.step(cohort)
-    ids = list(range(len(SIZES)))
-    ask = lambda id: EvaluationRequest(0, federation.round, [id], federation.show([id]), keep=True, score=False)
-    each = [engine.evaluate([ask(id)])[0].models for id in ids]
-    same = all(difference(models, each[0]) == 0 for models in each)
-    assert same, "it says evaluates = 'global', but clients have different models"
-
-
-def other_values(kind: Any, now: Any) -> list[Any]:
-    """Return values of a hyper-parameter other than the one it has.
-
-    Args:
-        kind: its type.
-        now: its value.
-    """
-    if get_args(kind):
-        return [value for value in get_args(kind) if value != now]
-    if isinstance(now, bool):
-        return [not now]
-    if isinstance(now, int):
-        return [now + 1, now + 2]
-    if isinstance(now, float):
-        return [now * 0.5 + 0.1, now * 0.5, now * 1.5, now + 1.0, now * 0.01]  # the last: a limit, made to bite
-    return [part for part in ("head", "body", "none") if part != now]  # text names a part of the model
-
-
-def check_settings(entry: Entry) -> None:
-    """Check that changing any hyper-parameter changes the result, or is refused with a reason."""
-    make = maker(entry)
-    short = lambda method: play(Sequential(Job(method, toy_clients(), seed=5)), COHORTS[:2])
-    before = short(make())
-    for name, field in entry.fields.items():
-        if name in RUN_SETS:
-            continue
-        outcomes = []
-        for value in other_values(field.kind, getattr(make(), name)):
-            try:
-                after = short(make(**{name: value}))
-            except Problem:
-                outcomes.append("refused")
-                continue
-            pairs = ((getattr(after, part), getattr(before, part)) for part in ("models", "server", "traffic"))
-            outcomes.append(max(difference(*pair) for pair in pairs))
-            if outcomes[-1] > 0:
-                break
-        assert outcomes, f"no other value of '{name}' is known to try"
-        assert any(o == "refused" or o > 0 for o in outcomes), f"hyper-parameter '{name}' changes nothing"
 
 
 def disagreeing_accuracy(entry: Entry, network: str, seed: int) -> float:

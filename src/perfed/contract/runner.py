@@ -2,53 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from perfed.contract import checks
+from perfed.contract import checks, rules, settings
 from perfed.contract.checks import ENGINES
 from perfed.contract.toy import networks
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
+from perfed.engines.local import reason_of
+from perfed.engines.rules import is_own, place, rule_broken
 from perfed.training.catalog import Entry
 
-CHECKS = {
-    "compiled steps equal plain ones": checks.check_compiled,
-    "several runs in one batch equal each alone": checks.check_together,
-    "BatchNorm statistics move": checks.check_statistics,
-    "nothing is changed in place": checks.check_pure,
-    "the same seed gives the same result": checks.check_repeatable,
-    "state survives saving and loading": checks.check_saved,
-    "states keep their form": checks.check_stable,
-    "a global model is the same for all": checks.check_global,
-    "every hyper-parameter matters": checks.check_settings,
-    "it learns where clients disagree": checks.check_learns,
-}
+
+class Check(NamedTuple):
+    """One check, and what it builds on: where that does not hold, its own sentence would be about the same mistake."""
+
+    title: str
+    run: Callable[[Any], None]
+    needs: tuple[str, ...] = ()
 
 
-def check_method(entry: Entry) -> Iterator[tuple[str, str | None]]:
+class Verdict(NamedTuple):
+    """What a check found."""
+
+    check: str
+    ok: bool | None  # None: not tried, for what it builds on does not hold
+    error: str | None = None
+
+
+RUNS, PURE, SAME = "it trains and predicts", "nothing is changed in place", "the same seed gives the same result"
+KEEPS, FORM, LEARNS = "nothing stays on the method", "states keep their form", "it learns where clients disagree"
+FILLING, EVALUATES = "the filling of batches counts nowhere", "it says what it evaluates"
+
+RULES = (
+    Check(RUNS, rules.check_runs),
+    Check(KEEPS, rules.check_keeps_nothing, (RUNS,)),
+    Check(FORM, rules.check_stable, (RUNS,)),
+    Check(PURE, rules.check_pure, (RUNS, FORM)),
+    Check(SAME, rules.check_repeatable, (KEEPS, PURE)),
+    Check("test samples change nothing", rules.check_test_split, (SAME,)),
+    Check(FILLING, rules.check_filling, (SAME,)),
+    Check("a tensor is in one compartment", rules.check_compartments, (SAME,)),
+    Check(EVALUATES, rules.check_evaluates, (SAME,)),
+    Check("BatchNorm statistics move, and stay what they can be", rules.check_statistics, (SAME,)),
+)
+FOLLOWS = (
+    Check("state survives saving and loading", checks.check_saved),
+    Check("every hyper-parameter matters", settings.check_settings),
+    Check(LEARNS, checks.check_learns),
+)
+BATCHED = (
+    Check("compiled steps equal plain ones", checks.check_compiled),
+    Check("several runs in one batch equal each alone", checks.check_together),
+)
+
+
+def plan(entry: Entry) -> list[Check]:
+    """Return the checks of a method, from causes to what follows from them.
+
+    Args:
+        entry: the method's catalog entry.
+    """
+    causes = tuple(check.title for check in RULES)
+    title = lambda engine, network: f"{engine} equals sequential, {network} network"
+    suited, engines = networks(entry), []
+    for engine in ENGINES:
+        needs = (*causes, *(title("vectorised", network) for network in suited if engine == "vectorised in blocks"))
+        for number, network in enumerate(suited):
+            before = tuple(title(engine, earlier) for earlier in suited[:number])
+            run = partial(checks.check_engines, network=network, engine=engine)
+            engines.append(Check(title(engine, network), run, (*needs, *before)))
+    batched = tuple(check.title for check in engines if check.title.startswith("vectorised"))
+    later = [check._replace(needs=causes) for check in FOLLOWS]
+    return [*RULES, *engines, *(check._replace(needs=(*causes, *batched)) for check in BATCHED), *later]
+
+
+def check_method(entry: Entry) -> Iterator[Verdict]:
     """Run every check on a method, one after another.
 
     Args:
         entry: the method's catalog entry.
 
     Yields:
-        The title of a check, and a sentence that says what is wrong, or None if it passed.
+        What each check found.
     """
     torch.set_num_threads(1)
-    tasks = [
-        (f"{engine} equals sequential, {network} network", partial(checks.check_engines, entry, network, engine))
-        for engine in ENGINES
-        for network in networks(entry)
-    ]
-    tasks += [(title, partial(check, entry)) for title, check in CHECKS.items()]
-    for title, check in tasks:
-        try:
-            check()
-            yield title, None
-        except Problem as problem:
-            yield title, str(problem)
-        except Exception as error:
-            text = " ".join(str(error).split())
-            yield title, text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text[:300]}"
+    yield from carried_out(plan(entry), entry)
+
+
+def carried_out(planned: list[Check], subject: Any) -> Iterator[Verdict]:
+    """Carry out checks; those that build on what does not hold are not tried.
+
+    Args:
+        planned: the checks, each after what it builds on.
+        subject: what is checked.
+
+    Yields:
+        What each check found.
+    """
+    wrong: set[str] = set()
+    for check in planned:
+        verdict = _verdict(check, subject) if wrong.isdisjoint(check.needs) else Verdict(check.title, None)
+        if not verdict.ok:
+            wrong.add(check.title)
+        yield verdict
+
+
+def _verdict(check: Check, subject: Any) -> Verdict:
+    try:
+        check.run(subject)
+    except Exception as error:
+        return Verdict(check.title, False, sentence(error))
+    return Verdict(check.title, True)
+
+
+def sentence(error: Exception) -> str:
+    """Return what went wrong in one line, with the line of the method's file where an error comes from there.
+
+    Args:
+        error: what a check raised.
+    """
+    if isinstance(error, Problem | AssertionError):
+        return " ".join(str(error).split())
+    where = place(error)
+    if isinstance(error, ClientError):  # of a worker process: its traceback is a note
+        notes = "".join(note for each in (error, error.__cause__) for note in getattr(each, "__notes__", ()))
+        frames = re.findall(r'File "([^"]*)", line (\d+)', notes)
+        own = [f"{Path(name).name}, line {line}" for name, line in frames if is_own(name)]
+        where = own[-1] if own else ""
+    text = rule_broken(error) or reason_of(error)
+    return f"{where}: {text}" if where else text

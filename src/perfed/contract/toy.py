@@ -90,12 +90,12 @@ def networks(entry: Entry) -> list[str]:
 
     They are those it accepts; the last one, which is slow, only if it refuses the others.
     """
-    suited: list[str] = []
+    kind, suited = entry.load(), []
     for name, build in NETWORKS.items():
         if name == "conv" and suited:
             break
         try:
-            entry.load()(Model(build, dtype=torch.float64))
+            kind(Model(build, dtype=torch.float64))
             suited.append(name)
         except Problem:
             continue
@@ -115,14 +115,18 @@ def maker(entry: Entry, network: str = "plain") -> MakeMethod:
     kind, suited = entry.load(), networks(entry)
     model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
     base = {name: value for name, value in SETTINGS.items() if name in entry.fields}
+    try:
+        kind(model, **base)
+    except Problem:  # a method may refuse momentum; it must then work without
+        base["momentum"] = 0.0
 
     def make(**changed: Any) -> Method:
+        settings = {**base, **changed}
         try:
-            return kind(model, **{**base, **changed})
-        except Problem:  # a method may refuse momentum; it must then work without
-            if base["momentum"] == 0 or "momentum" in changed:
+            return kind(model, **settings)
+        except Problem:  # so may another setting, such as adam: this instance alone goes without
+            if "momentum" in changed or not base["momentum"]:
                 raise
-            base["momentum"] = 0.0
-            return kind(model, **{**base, **changed})
+            return kind(model, **{**settings, "momentum": 0.0})
 
     return make

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from perfed.core.errors import Problem
 
+Evaluates = Literal["own", "assembled", "adapted", "global"]  # what a method may say that it evaluates
+
 
 def hyper(
     default: Any,

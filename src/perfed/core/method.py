@@ -18,7 +18,7 @@ from torch import Tensor
 
 from perfed.core.data import Data
 from perfed.core.errors import Problem
-from perfed.core.fields import checked, hyper
+from perfed.core.fields import Evaluates, checked, convert, hyper
 from perfed.core.messages import Cohort, Down, Up
 from perfed.core.model import Batch, Model
 from perfed.core.optim import adam, adam_start, sgd
@@ -59,12 +59,21 @@ class Method(ABC):
     cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
     population: int = hyper(0, "clients in all; the engine sets it where it is 0", at_least=0)
 
-    evaluates: ClassVar[Literal["own", "assembled", "adapted", "global"]] = "own"
+    evaluates: ClassVar[Evaluates] = "own"
     category: ClassVar[str] = ""
     vectorised: ClassVar[bool] = True
     mixture: ClassVar[bool] = False
 
+    @classmethod
+    def refuse_undeclared(cls) -> None:
+        """Raise a Problem where the class is no frozen dataclass, or `evaluates` is none of its four values."""
+        params = vars(cls).get("__dataclass_params__")
+        if params is None or not params.frozen:
+            raise Problem(f"{cls.__name__} needs @dataclass(frozen=True): a method is a frozen dataclass")
+        convert(cls.evaluates, Evaluates, {}, f"{cls.__name__}.evaluates")
+
     def __post_init__(self) -> None:
+        self.refuse_undeclared()
         checked(self, type(self).__name__.lower(), skip=("model",))
         if self.nesterov and not self.momentum:
             raise Problem("nesterov needs momentum above 0")
@@ -332,10 +341,21 @@ class Method(ABC):
         """
         own = self.personalise(client, down, data)
         models = dict(own) if isinstance(own, dict) else {"personal": own}
+        self._refuse_other_models(models)
         if self.fine_tune:
             models["before"] = models["personal"]
             models["personal"] = self.tuned(models["before"], client, down, data)
         return models
+
+    def _refuse_other_models(self, models: dict[str, Any]) -> None:
+        """Raise a Problem where `personalise` returned something else than thetas, one of them 'personal'."""
+        shape, name = (self.model.width,), f"{type(self).__name__}.personalise"
+        if "personal" not in models:
+            raise Problem(f"{name} must return theta, or a dict of thetas with the key 'personal', not {list(models)}")
+        for key, theta in models.items():
+            if not isinstance(theta, Tensor) or theta.shape != shape:
+                kind = f"shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
+                raise Problem(f"{name} returns '{key}' of {kind}: a theta is a tensor of shape {shape}")
 
     def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
         """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept.

@@ -21,6 +21,7 @@ from torch import Tensor
 from perfed.accel.fast_model import FastModel
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Data
+from perfed.core.errors import Problem
 from perfed.core.messages import Down, Up, Uploads
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -28,9 +29,10 @@ from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
 from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
+from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores, Table
 from perfed.engines.scoring import Piece, Scorer
-from perfed.engines.trees import first_not_finite
+from perfed.engines.trees import first_not_finite, paths
 from perfed.wire.base import Transform
 from perfed.wire.identity import Identity
 
@@ -146,16 +148,24 @@ class Training(NamedTuple):
     wire: Transform
 
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:
-        state, up = self.method.local(state, down, data)
-        if not isinstance(up, Up):
-            raise TypeError(f"local must return (state, Up), not (state, {type(up).__name__})")
+        state, up = self._trained(self.method.local(state, down, data))
         if not isinstance(self.wire, Identity):
-            up = self.wire.client(up, derive(key, WIRE))
+            with treatment_told(self.wire, self.method):
+                up = self.wire.client(up, derive(key, WIRE))
+                if not isinstance(up, Up):
+                    raise TypeError(f"client must return an Up, not {kind_of(up)}")
         for leaf in leaves((state, up.mean, up.own)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"local must return tensors in its state and in Up, not {type(leaf).__name__}")
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
         return out if up.group is None else {**out, "group": up.group}
+
+    def _trained(self, result: Any) -> tuple[State, Up]:
+        """Return what `local` gave, a client's state and its upload; refuse anything else."""
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Up):
+            return result
+        parts = f"({', '.join(map(kind_of, result))})" if isinstance(result, tuple) else kind_of(result)
+        raise Problem(f"{type(self.method).__name__}.local must return (state, Up), not {parts}")
 
 
 def _weight(given: Tensor | float | None, samples: Tensor) -> Tensor:
@@ -212,9 +222,25 @@ class Results:
     failures: tuple[Failure, ...] = ()
 
 
+def kind_of(value: Any) -> str:
+    """Return the name of a value's type for a sentence."""
+    return "None" if value is None else type(value).__name__
+
+
 def shares_one_model(method: Method, down: Down) -> bool:
     """Return True if all clients predict with the model that `down` holds, so that it can be scored at once."""
     return method.one_for_all and not leaves(down.own)
+
+
+def refuse_other_rows(method: Method, down: Down, count: int) -> None:
+    """Refuse a message whose `own` has not one row for each of `count` clients: they would get each other's."""
+    for leaf, name in zip(leaves(down.own), paths(down.own, "Down.own"), strict=True):
+        rows = "no rows" if not isinstance(leaf, Tensor) or not leaf.dim() else f"{len(leaf)} rows"
+        if rows != f"{count} rows":
+            raise Problem(
+                f"{type(method).__name__} sends {name} with {rows} to {count} clients: `own` holds one row for each of "
+                "the clients `ids`, and what is for everybody belongs into `shared`"
+            )
 
 
 def by_row(numbers: Tensor, like: Tensor) -> Tensor:
@@ -297,6 +323,7 @@ class Engine(ABC):
     def _training(self, request: Request) -> Work:
         run, round, exchange, ids, down, done = request
         task = Training(self.jobs[run].method, self.jobs[run].wire)
+        refuse_other_rows(task.method, down, len(ids))
         return Work(run, task, self._key(run, TRAIN, round, exchange), ids, self.states[run].take(ids), down, done)
 
     def _reply(self, work: Work, results: Results) -> Reply:
@@ -324,7 +351,8 @@ class Engine(ABC):
         """Return the form that a method declares for an exchange: that of its first one, if it is not known yet."""
         key, method = self._message(work), type(work.task.method).__name__
         if key not in self.declared:
-            refuse_unusable(sent, method)
+            if isinstance(self.jobs[work.run].wire, Identity):  # else what the server half gives back has to be usable
+                refuse_unusable(sent, method)
             self.declared[key] = sent
         state = {"state": kinds(self.states[work.run].initial, 1)}
         if wrong := fault({"state": sent["state"]}, state):
@@ -382,6 +410,7 @@ class Engine(ABC):
         if shares_one_model(method, down):  # it is enough to ask one client; the model is scored afterwards
             ids, task = ids[:1], Evaluation(method, (), True)
         else:
+            refuse_other_rows(method, down, len(ids))
             splits, keep = self.splits(run) if score else (), keep or (full and method.usual)
             task = Evaluation(method, splits, keep, general is not None)
             down = down if general is None else Down((down.shared, general), down.own)

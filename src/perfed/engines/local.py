@@ -44,16 +44,20 @@ class Sequential(Engine):
 
     def _attempt(self, work: Work, id: int, state: State, down: Down, done: int | None) -> dict[str, Any] | Exception:
         """Return the results of one client, or the error with which its training failed; other errors are raised."""
-        key, job = derive(work.key, id), self.jobs[work.run]
-        data = ClientData(job.clients, id, key, job.method, done)
+        key = derive(work.key, id)
         try:
-            return work.task(state, down, data, key)
+            return work.task(state, down, self._samples(work.run, id, key, done), key)
         except Problem:
             raise
         except Exception as error:
             if not isinstance(work.task, Training):
                 raise
             return error
+
+    def _samples(self, run: int, id: int, key: Tensor, done: int | None) -> ClientData:
+        """Return a client's samples as its method sees them."""
+        job = self.jobs[run]
+        return ClientData(job.clients, id, key, job.method, done)
 
     def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
         """Stack the clients' results; whoever failed, or has results of another form than most, is left out.

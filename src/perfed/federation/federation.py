@@ -15,8 +15,10 @@ from perfed.core.messages import Cohort, Down, Uploads
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.tree import leaves, rows, send
-from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, shares_one_model
+from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, kind_of, shares_one_model
+from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores
+from perfed.engines.trees import paths
 from perfed.federation import reduce
 from perfed.federation.admit import Refusal, Standing, Verdict, inspect, only, pick
 from perfed.federation.faults import Answers, Faults
@@ -173,12 +175,24 @@ class Federation:
             reply: what the engine answered.
         """
         self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
-        uploads = self.engine.jobs[self.run].wire.server(reply.uploads)
+        uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         verdict = inspect(self.round + 1, reply, uploads, self.method.groups)
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
         use = self._use_unread if self._leaves_unread(uploads) else self._use
         use(reply, uploads, verdict, needed)
+
+    def _received(self, uploads: Uploads) -> Uploads:
+        """Return uploads after the server half of what happens to them on their way."""
+        wire = self.engine.jobs[self.run].wire
+        with treatment_told(wire, self.method):
+            uploads = wire.server(uploads)
+            if not isinstance(uploads, Uploads):
+                raise TypeError(f"server must return Uploads, not {kind_of(uploads)}")
+            for leaf, name in zip(leaves(uploads.mean), paths(uploads.mean, "mean"), strict=True):
+                if not leaf.is_floating_point():
+                    raise TypeError(f"server must give back '{name}' as floating-point numbers, not as {leaf.dtype}")
+        return uploads
 
     def _leaves_unread(self, uploads: Uploads) -> bool:
         """Return True if a verdict stays on the device.

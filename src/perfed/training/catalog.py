@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from perfed.core.errors import Problem, nearest
-from perfed.core.fields import convert
+from perfed.core.fields import Evaluates, convert
 from perfed.discover import describe, load_file, load_member, parse
 
 METHODS = Path(__file__).parent.parent / "methods"
@@ -90,8 +90,15 @@ class Entry:
 
     def load(self) -> Any:
         """Return the class itself; imports torch and runs the file."""
-        module = load_member("perfed.methods", self.name) if self.shipped else load_file(self.file)
-        return getattr(module, self.class_name)
+        try:
+            module = load_member("perfed.methods", self.name) if self.shipped else load_file(self.file)
+        except Problem as problem:
+            if "non-frozen dataclass" not in str(problem):
+                raise
+            raise Problem(f"'{self.file}': {self.class_name} needs @dataclass(frozen=True), not @dataclass") from None
+        kind = getattr(module, self.class_name)
+        kind.refuse_undeclared()
+        return kind
 
 
 def names() -> list[str]:
@@ -169,8 +176,10 @@ def _defined(tree: ast.Module, path: Path) -> dict[str, _Class]:
         constants, fields = map(dict, known[bases[0]] if bases else (_DEFAULTS, {}))
         for line in node.body:
             try:
-                if isinstance(line, ast.Assign) and (name := ast.unparse(line.targets[0])) in _DEFAULTS:
-                    constants[name] = ast.literal_eval(line.value)
+                if (name := _name_given(line)) in _DEFAULTS:
+                    constants[name] = ast.literal_eval(line.value)  # pyright: ignore
+                if name == "evaluates":
+                    convert(constants[name], Evaluates, {}, f"'{path}', line {line.lineno}: evaluates")
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value is not None:
                     field = _field(line.target.id, line.annotation, line.value)
                     if field is not None:
@@ -180,6 +189,13 @@ def _defined(tree: ast.Module, path: Path) -> dict[str, _Class]:
                 raise Problem(f"'{path}', line {line.lineno}: {text}") from None
         known[node.name] = own[node.name] = _Class(constants, fields)
     return own
+
+
+def _name_given(line: ast.stmt) -> str:
+    """Return the name that a line gives a value to; empty if it gives none."""
+    if isinstance(line, ast.Assign):
+        return ast.unparse(line.targets[0])
+    return ast.unparse(line.target) if isinstance(line, ast.AnnAssign) and line.value is not None else ""
 
 
 def _imported(tree: ast.Module, path: Path) -> dict[str, _Class]:

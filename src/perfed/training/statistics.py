@@ -18,6 +18,15 @@ def means(values: np.ndarray) -> np.ndarray:
     return np.where(known, values, 0).sum(1) / np.where(known.any(1), known.sum(1), np.nan)
 
 
+def tenth(clients: int) -> int:
+    """Return how many of so many clients are a tenth: rounded, a half upwards, and at least one.
+
+    >>> [tenth(clients) for clients in (4, 14, 15, 20, 25)]
+    [1, 1, 2, 2, 3]
+    """
+    return max(1, (clients + 5) // 10)
+
+
 def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
     """Describe how accuracies are spread over clients.
 
@@ -27,8 +36,8 @@ def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
 
     Returns:
         `mean`, `std` and `variance` over clients; `pooled`, the mean over all samples; `p10`, the 10th percentile;
-        `worst10`, the mean of the worst tenth of the clients; `jain`, Jain's index of fairness. All of them are NaN
-        where no client has an accuracy.
+        `worst10`, the mean of the worst tenth of the clients (see `tenth`); `jain`, Jain's index of fairness. All of
+        them are NaN where no client has an accuracy.
 
     >>> numbers = spread(np.array([0.5, 1.0]), np.array([30, 10]))
     >>> numbers["mean"], numbers["pooled"], numbers["std"], numbers["jain"]
@@ -38,7 +47,7 @@ def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
     a, n = accuracy[known], samples[known]
     if not len(a):
         return dict.fromkeys(SPREAD, float("nan"))
-    worst = np.sort(a)[: max(1, round(len(a) / 10))]
+    worst = np.sort(a)[: tenth(len(a))]
     squares = float((a**2).sum())
     return {
         "mean": float(a.mean()),

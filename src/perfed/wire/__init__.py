@@ -42,11 +42,11 @@ def treatment(name: str) -> Transform:
         name: that of its file.
 
     Returns:
-        An instance of the class that the file derives from Transform.
+        An instance of the class that the file derives from Transform; of the last one, where it has several.
     """
     from perfed.wire.base import Transform  # imports torch
 
     check(name)
     module = load_member(__name__, name)
     kinds = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Transform)]
-    return next(kind for kind in kinds if kind.__module__ == module.__name__)()
+    return [kind for kind in kinds if kind.__module__ == module.__name__][-1]()
