@@ -247,6 +247,7 @@ def test_a_table_that_grows_to_its_limit_is_not_copied_when_it_is_full():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_around_a_round_waits_for_a_gpu():
     """States on the device, the look at uploads, and the mean over a cohort; then paging gives the same rows."""
     method = PGFed(Model(plain_net, device="cuda"), cohort=3)

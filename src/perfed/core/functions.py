@@ -111,7 +111,7 @@ def _attention(
     mode: Alike, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    slow = query.device.type == "cpu" and _batched(query, key, value)  # vmap would run one client after another
+    slow = _batched(query, key, value)  # vmap would run one client after another, at the latest in the gradient
     if not dropout_p and not slow:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -235,6 +235,16 @@ def _cell(function: Any, step: Callable[..., State]) -> Callable[..., State]:
     return stand_in
 
 
+# ---------------------------------------------------------------------- pooling
+
+
+def _mean_of_image(mode: Alike, input: Tensor, output_size: Any) -> Tensor:  # noqa: ARG001
+    """Average whole channels by a mean, as PyTorch does, which then sets strides in place: vmap cannot do that."""
+    if output_size in (1, (1, 1), [1, 1]) and _batched(input):
+        return input.mean((-1, -2), keepdim=True)
+    return F.adaptive_avg_pool2d(input, output_size)
+
+
 # ---------------------------------------------------------------------- parametrised weights
 
 
@@ -269,5 +279,6 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu_cell: _cell(torch.rnn_relu_cell, _STEPS[torch.rnn_relu]),
     _torch._weight_norm: _weight_norm,
     _torch._nested_tensor_from_mask_left_aligned: _left_aligned,
+    F.adaptive_avg_pool2d: _mean_of_image,
     F.normalize: _normalize,
 }

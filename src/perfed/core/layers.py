@@ -92,6 +92,9 @@ class Drop(nn.Module):
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
+def _leave_as_they_are() -> None: ...
+
+
 def swap(module: nn.Module) -> nn.Module:
     """Return the network with our Norm and Drop in place of BatchNorm and Dropout."""
     made: dict[nn.Module, nn.Module] = {}  # a module may stand in several places and stays one module
@@ -113,6 +116,8 @@ def swap(module: nn.Module) -> nn.Module:
                 if child.max_norm is not None:
                     raise Problem(f"{type(child).__name__} with max_norm writes over its weights when it is called")
                 child.sparse = False  # all gradients are parts of one vector
+            elif isinstance(child, nn.RNNBase):
+                child.flatten_parameters = _leave_as_they_are  # they are views of theta, which must not be moved
             else:
                 walk(child)
 

@@ -37,7 +37,7 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
     weight: Tensor = uploads.weight
     size: Any = len(uploads.ids)
     if used is not None:
-        weight, size = weight.where(used, 0), used.sum()
+        weight, size = weight.where(used, 0), used.sum().double()  # a share of whole numbers would be in float32
     share = weight.double()[:, None]  # [m, 1]
     if uploads.group is not None:
         share = share * (uploads.group[:, None] == torch.arange(groups, device=share.device))  # [m, groups]
