@@ -19,6 +19,7 @@ from perfed.engines.base import Job, Reply
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
+from perfed.federation import reduce
 from perfed.federation.admit import inspect
 from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation, step
@@ -637,3 +638,12 @@ def test_a_resumed_run_refuses_alike(tmp_path, quorum, rounds, monkeypatch):
     lines = [json.loads(line) for line in (whole / "rounds.jsonl").read_text().splitlines()]
     assert [len(line["refused"]) for line in lines] == [1] * rounds
     assert ("diverged" in json.loads((whole / "result.json").read_text())) == (quorum == 1.0)
+
+
+def test_a_count_of_uploads_is_as_exact_unread():
+    """A third of the clients is a third in double precision, also where nobody has looked at who is refused."""
+    uploads = Uploads(torch.arange(2), torch.ones(2, 3), (), torch.ones(2, dtype=torch.float64))
+    add = lambda share, rows: share.T @ rows.double()
+    read, unread = (reduce.mean(uploads, 1, add, used).size for used in (None, torch.tensor([True, False])))
+    assert (read, float(unread)) == (2, 1)
+    assert float(unread / 3) == 1 / 3

@@ -49,7 +49,7 @@ class FedDyn(Method):
         return h_i - self.a * self.pull(w, down.shared), Up(mean=w - down.shared, weight=1.0)
 
     def aggregate(self, server, cohort):
-        share = cohort.size / server["clients"]
+        share = 1 / server["clients"] * cohort.size
         h = server["h"] - self.a * share * self.model.weights.only(cohort.mean)
         return {**server, "w": server["w"] + cohort.mean - h / self.a, "h": h}
 

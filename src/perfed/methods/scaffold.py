@@ -58,7 +58,7 @@ class SCAFFOLD(Method):
             change = -server["c"] - self.model.weights.only(scaled)
         else:
             step, change = cohort.mean["y"], cohort.mean["c"]
-        share = cohort.size / server["clients"]
+        share = 1 / server["clients"] * cohort.size
         moved = self.model.weights.only(self.server_lr * step, step)  # statistics are averaged, not learned
         return {**server, "w": server["w"] + moved, "c": server["c"] + share * change}
 
