@@ -21,6 +21,7 @@ from perfed.methods.ditto import Ditto
 from perfed.training.catalog import methods
 
 SIZES = (8, 7, 5, 9, 6)
+FULL = {"balanced_accuracy", "macro_f1", "auc", "macro_auc"}
 BAD = 7  # the number of training samples by which a method knows its bad client
 ENGINES = {"sequential": Sequential, "workers": Workers, "vectorised": Vectorised}
 
@@ -235,7 +236,7 @@ def test_an_evaluation_gives_what_it_is_asked_for(engine, name):
         assert {name: tuple(theta.shape) for name, theta in reply.models.items()} == (
             {"personal": (1 if shared else len(ids), width)} if keep else {}
         )
-        metrics = {"loss", "accuracy"} | ({"macro_f1", "auc"} if full else set())
+        metrics = {"loss", "accuracy"} | (FULL if full else set())
         scores = reply.scores["personal"]
         assert set(scores) == {"val", "test"}
         assert all(set(table) == metrics for table in scores.values())

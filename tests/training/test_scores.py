@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
+from scipy.special import log_softmax
+from sklearn.metrics import f1_score, recall_score, roc_auc_score
 
 import perfed
 from perfed.contract import checks, toy
@@ -31,14 +32,22 @@ ENGINES = {
 }
 
 
+FULL = ("balanced_accuracy", "macro_f1", "auc", "macro_auc")
+
+
 def expected(out, y, size):
     """The same from scikit-learn, client by client."""
-    first, f1, auc = 0, [], []
+    first, balanced, f1, auc, macro = 0, [], [], [], []
     for n in size:
         o, t, first = out[first : first + n].numpy(), y[first : first + n].numpy(), first + n
         f1.append(f1_score(t, o.argmax(1), average="macro", zero_division=0) if n else np.nan)
         auc.append(roc_auc_score(np.eye(o.shape[1])[t], o, average="micro") if n else np.nan)
-    return {"macro_f1": torch.tensor(f1, dtype=torch.float64), "auc": torch.tensor(auc, dtype=torch.float64)}
+        balanced.append(recall_score(t, o.argmax(1), labels=np.unique(t), average="macro") if n else np.nan)
+        chance = np.float32(log_softmax(np.float64(o), axis=1))
+        known = [c for c in np.unique(t) if len(np.unique(t)) > 1]
+        macro.append(np.mean([roc_auc_score(t == c, chance[:, c]) for c in known]) if known else np.nan)
+    scores = {"balanced_accuracy": balanced, "macro_f1": f1, "auc": auc, "macro_auc": macro}
+    return {name: torch.tensor(np.array(values), dtype=torch.float64) for name, values in scores.items()}
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10])
@@ -68,6 +77,16 @@ def test_scores_of_extremes():
     assert full_scores(out[:0], y[:0], [0, 0])["auc"].isnan().all()
 
 
+def test_whoever_always_says_the_frequent_class_is_no_better_than_chance():
+    """97 of 100 samples are of one class, and the network always prefers it: micro-averaged AUC looks like success."""
+    y = (torch.arange(100) >= 97).long()
+    scores = full_scores(torch.tensor([[2.0, -2.0]]).expand(100, 2), y, [100])
+    assert scores["balanced_accuracy"].item() == scores["macro_auc"].item() == 0.5
+    assert scores["macro_f1"].item() < 0.5
+    assert scores["auc"].item() > 0.95
+    assert full_scores(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64), [4])["macro_auc"].isnan().all()
+
+
 def trained(engine, rounds=2):
     federation = Federation(engine)
     for cohort in toy.COHORTS[:rounds]:
@@ -88,13 +107,13 @@ def test_every_engine_finds_the_same(name, engine):
     finally:
         federation.engine.close()
     assert checks.difference(found.tables, reference.tables) < 1e-9
-    assert set(found["personal"]["test"]) == {"loss", "accuracy", "macro_f1", "auc"}
+    assert set(found["personal"]["test"]) == {"loss", "accuracy", *FULL}
     assert set(plain["personal"]["test"]) == {"loss", "accuracy"}
     model, test = federation.method.model, clients.test
     for kind in found.models:
         rows = [test.x[a : a + n] for a, n in zip(test.start, test.size, strict=True)]
         out = torch.cat([model.apply(saved[id][kind], x)[0] for id, x in enumerate(rows)])
-        ours = {key: found[kind]["test"][key] for key in ("macro_f1", "auc")}
+        ours = {key: found[kind]["test"][key] for key in FULL}
         assert checks.difference(ours, expected(out, test.y, test.size)) < 1e-9
 
 
@@ -124,7 +143,7 @@ def test_clients_of_any_size(sizes, shared):
     found = federation.evaluate(saved.__setitem__, full=True)["personal"]["test"]
     rows = [x[a : a + n] for a, n in zip(test.start, sizes, strict=True)]
     out = torch.cat([make.model.apply(saved[id]["personal"], some)[0] for id, some in enumerate(rows)])
-    assert checks.difference({k: found[k] for k in ("macro_f1", "auc")}, expected(out, test.y, sizes)) < 1e-12
+    assert checks.difference({k: found[k] for k in FULL}, expected(out, test.y, sizes)) < 1e-12
 
 
 def test_a_method_that_scores_in_its_own_way_keeps_to_it():

@@ -45,13 +45,13 @@ def compare(
 def carry_out_comparison(comparison: Comparison, console: Console, json: bool, allow_change: bool = False) -> None:
     """Run what is missing of a comparison and print its tables."""
     from perfed import api  # imports torch
-    from perfed.report.comparison import HEADINGS, lines, measure_tables
+    from perfed.report.comparison import headings, lines, measure_tables, on_terminal
     from perfed.report.tables import remarks, rich_table
 
     result = api.compare(comparison, console, allow_change)
     console = console_for(json)
     console.print()
-    console.print(rich_table(HEADINGS, lines(result)), soft_wrap=False)
+    console.print(rich_table(headings(result), lines(result), on_terminal(result)), soft_wrap=False)
     for line in remarks(result["methods"]):
         console.print(line, soft_wrap=True)
     if measures := comparison.measures():

@@ -75,11 +75,11 @@ def _print_heading(console: Console, experiment: Experiment, folder: Path) -> No
 
 def _print_ending(run: Run, json: bool) -> None:
     """Print the table, and where to find things."""
-    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, remarks, rich_table  # imports torch
+    from perfed.report.tables import headings, lines, on_terminal, remarks, rich_table  # imports torch
 
     console = console_for(json)
     console.print()
-    console.print(rich_table(HEADINGS, lines(run), ON_TERMINAL), soft_wrap=False)
+    console.print(rich_table(headings(run), lines(run), on_terminal(run)), soft_wrap=False)
     for line in remarks(run.summary()):
         console.print(line, soft_wrap=True)
     console.print(f"\nreport   {run.folder.report}")

@@ -27,7 +27,7 @@ class ModelScores:
 
         Args:
             split: train, val or test.
-            metric: loss or accuracy; macro_f1 or auc where they were asked for.
+            metric: loss or accuracy; balanced_accuracy, macro_f1, auc or macro_auc where they were asked for.
 
         Returns:
             The mean; None if the split was not evaluated or no client has samples in it.
@@ -78,7 +78,7 @@ class Scores:
 
         Args:
             split: train, val or test.
-            metric: loss or accuracy; macro_f1 or auc where they were asked for.
+            metric: loss or accuracy; balanced_accuracy, macro_f1, auc or macro_auc where they were asked for.
 
         Returns:
             A mean for each model; None where there is none.

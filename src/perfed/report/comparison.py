@@ -7,12 +7,13 @@ from typing import Any
 
 from perfed.core.words import visible
 from perfed.report.folder import up_to
-from perfed.report.tables import TextTable, markdown, remarks, score, signed, size
+from perfed.report.tables import SHOWN, TextTable, markdown, remarks, score, signed, size
 from perfed.studies.compare import Comparison
 from perfed.training.files import Folder
 from perfed.training.results import Run
 
 HEADINGS = ("", "mean", "weighted", "worst tenth", "gain over Local", "better", "worse", "p", "down", "up")
+SCORES = 4  # of these columns say whose scores they are, and which
 TITLES = {
     "train_loss": "training loss",
     "p10": "10th percentile",
@@ -25,14 +26,25 @@ TITLES = {
 def write_comparison(comparison: Comparison, runs: Sequence[Run], result: dict[str, Any]) -> None:
     """Write the table of a comparison, with what it is about."""
     config, seeds = comparison.config, ", ".join(map(str, comparison.seeds))
+    headline = SHOWN[result["methods"][0]["headline"]]
     about = (
         f"{config.data.name}, {len(runs[0].about['clients'])} clients, {up_to(config.run)} rounds, seeds {seeds}. "
-        "Mean and deviation over seeds of the clients' mean test accuracy; gain, better, worse and p (Wilcoxon "
+        f"Mean and deviation over seeds of the clients' mean test {headline}; gain, better, worse and p (Wilcoxon "
         "signed-rank) over all clients of all seeds, each against Local with the same client and seed."
     )
-    text = f"# {visible(comparison.folder.name)}\n\n{about}\n\n" + markdown(HEADINGS, lines(result))
+    text = f"# {visible(comparison.folder.name)}\n\n{about}\n\n" + markdown(headings(result), lines(result))
     text += "".join(f"\n{visible(line)}.\n" for line in remarks(result["methods"]))
     Folder(comparison.folder).write(comparison.report, text)
+
+
+def headings(result: dict[str, Any]) -> tuple[str, ...]:
+    """Return the headings of the table: other scores stand beside the headline where accuracy says little."""
+    return (*HEADINGS[:SCORES], *(SHOWN[key] for key in result["methods"][0]["columns"]), *HEADINGS[SCORES:])
+
+
+def on_terminal(result: dict[str, Any]) -> int:
+    """Return how many of the first columns are shown on a terminal: bytes make room for scores."""
+    return len(HEADINGS) + (len(columns) - 2 if (columns := result["methods"][0]["columns"]) else 0)
 
 
 def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -40,18 +52,18 @@ def lines(result: dict[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for method in result["methods"]:
         several = result["seeds"] > 1  # a single seed has no deviation
-        cells = [
-            f"{number['mean']:.3f}" + (f" ± {number['std']:.3f}" if several else "")
-            for key, number in method["accuracy"].items()
-            if key != "std"
-        ]
+        written = lambda number, several=several: (
+            score(number["mean"]) + (f" ± {number['std']:.3f}" if several and number["mean"] is not None else "")
+        )
+        cells = [written(number) for key, number in method["spread"].items() if key != "std"]
+        more = [score(method["scores"][key]["mean"]) for key in method["columns"]]
         gain = method["gain"]
         versus = ("-",) * 4
         if gain is not None:
             p = "n/a" if gain["p"] is None else f"{gain['p']:.3g}"
             versus = (signed(gain["mean"]), str(gain["better"]), str(gain["worse"]), p)
         title = method["title"] + " (diverged)" * ("diverged" in method)
-        rows.append((title, *cells, *versus, size(method["bytes"]["down"]), size(method["bytes"]["up"])))
+        rows.append((title, *cells, *more, *versus, size(method["bytes"]["down"]), size(method["bytes"]["up"])))
     return rows
 
 

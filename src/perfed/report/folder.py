@@ -7,7 +7,7 @@ from pathlib import Path
 from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.report.picture import picture
-from perfed.report.tables import HEADINGS, card, clients_csv, lines, markdown, remarks
+from perfed.report.tables import SHOWN, card, clients_csv, headings, lines, markdown, remarks
 from perfed.training.config import RunConfig
 from perfed.training.folder import card_file
 from perfed.training.results import Run
@@ -25,17 +25,19 @@ def write_report(run: Run) -> Path:
     data, config = run.config.data, run.config.run
     last = all(method["saved_round"] == method["rounds"] for method in run.summary())
     when = "last round" if last else "the round whose models are saved"
+    headline = SHOWN[run.headline]
+    title = headline[0].upper() + headline[1:]
     about = (
         f"# {visible(run.path.name)}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, "
         f"network {run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
-        f"seed {config.seed}.\nAccuracy: {when}, each client's model on its own test samples. Gain: accuracy minus "
-        "that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
+        f"seed {config.seed}.\n{title}: {when}, each client's model on its own test samples. "
+        f"Gain: {headline} minus that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
     preparation = run.about.get("preparation")
     prepared = words(preparation) if preparation else []
     below = "".join(f"\n{visible(line)}.\n" for line in [*prepared, *remarks(run.summary())])
     below += "\n![accuracy](accuracy.png)\n"
-    files.write(folder / "summary.md", about + markdown(HEADINGS, lines(run)) + below)
+    files.write(folder / "summary.md", about + markdown(headings(run), lines(run)) + below)
     files.write(folder / "clients.csv", clients_csv(run))
     files.write(folder / "accuracy.png", picture(run))
     for summary in run.summary():

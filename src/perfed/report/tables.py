@@ -11,9 +11,10 @@ from rich.table import Table
 from perfed.core.errors import few
 from perfed.core.words import visible
 from perfed.data.preparation import words
+from perfed.engines.scores import PERSONAL
 from perfed.federation.faults import in_words
 from perfed.training.folder import preparation_of
-from perfed.training.results import Run
+from perfed.training.results import METRICS, Run
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 
@@ -38,9 +39,20 @@ def signed(value: float | None) -> str:
 
 
 HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
-ON_TERMINAL = 9  # the first columns: what fits into 80 characters
+SHOWN = {"accuracy": "accuracy", "balanced": "balanced accuracy", "f1": "F1", "auc": "AUC"}
+SCORES = 7  # of these columns say whose scores they are, and which
 NAMED = 3  # refused uploads that are named below a table
 LABELS = 20  # labels that a card names
+
+
+def headings(run: Run) -> tuple[str, ...]:
+    """Return the headings of a run's table: other scores stand beside the headline where accuracy says little."""
+    return (*HEADINGS[:SCORES], *(SHOWN[key] for key in run.columns), *HEADINGS[SCORES:])
+
+
+def on_terminal(run: Run) -> int:
+    """Return how many of the first columns fit into 80 characters: bytes make room for scores."""
+    return SCORES + (len(run.columns) or 2)
 
 
 def lines(run: Run) -> list[tuple[str, ...]]:
@@ -54,9 +66,13 @@ def lines(run: Run) -> list[tuple[str, ...]]:
             p = "n/a" if gain["p"] is None else f"{gain['p']:.3f}"
         title = method["title"] + " (diverged)" * bool(method["diverged"])
         traffic, seconds = (size(sent["down"]), size(sent["up"])), f"{method['seconds']:.1f} s"
-        rows.append((title, method["evaluates"], *_scores(method["accuracy"]), better, mean, *traffic, p, seconds))
-        for name, accuracy in method["others"].items():
-            rows.append((f"  {name}", "", *_scores(accuracy), "", "", "", "", "", ""))
+        for model, spread in method["spread"].items():
+            more = [score(method["scores"][model][key]) for key in run.columns]
+            if model == PERSONAL:
+                first, last = (title, method["evaluates"]), (*traffic, p, seconds)
+            else:
+                first, better, mean, last = (f"  {model}", ""), "", "", ("",) * 4
+            rows.append((*first, *_scores(spread), better, mean, *more, *last))
     return rows
 
 
@@ -67,12 +83,13 @@ def _scores(accuracy: dict[str, float | None]) -> list[str]:
 def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
-    Bytes between servers, clients that failed (one line for all methods that failed alike), uploads that were not used,
-    clients that had nothing to train with, and training that diverged.
+    Why other scores than accuracy stand in it, bytes between servers, clients that failed (one line for all methods
+    that failed alike), uploads that were not used, clients that had nothing to train with, and training that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     extra = [(method["title"], method["bytes"]["extra"]) for method in methods if method["bytes"]["extra"]]
-    lines = [f"{title} between servers, in neither down nor up: {amounts(counts)}" for title, counts in extra]
+    why = [methods[0]["why"]] if methods and methods[0].get("why") else []
+    lines = why + [f"{title} between servers, in neither down nor up: {amounts(counts)}" for title, counts in extra]
     failed: dict[str, list[str]] = {}
     for method in methods:
         if method.get("faults"):
@@ -126,6 +143,9 @@ def clients_csv(run: Run) -> str:
     out = io.StringIO()
     write = csv.writer(out)
     accuracy = {name: run.accuracies(name) for name in run.entries}
+    if run.headline != "accuracy":
+        metric = METRICS[run.headline]
+        accuracy |= {f"{name} {metric}": run.scores(name, metric) for name in run.entries}
     write.writerow(["client", "train", "val", "test", *accuracy])
     for id, client in enumerate(run.about["clients"]):
         sizes = [client[split] for split in ("train", "val", "test")]
@@ -148,8 +168,12 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
     name = plain_text(client["name"])
-    scores = {entry: run.result(entry)["clients"][id]["personal"]["test"]["accuracy"] for entry in run.entries}
-    rows = [(run.entries[entry].title, score(accuracy)) for entry, accuracy in scores.items()]
+    shown = [run.headline, *run.columns]
+    scores = {entry: run.result(entry)["clients"][id]["personal"]["test"] for entry in run.entries}
+    rows = [
+        (run.entries[entry].title, *(score(test.get(METRICS[key])) for key in shown)) for entry, test in scores.items()
+    ]
+    shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"
     preparation = preparation_of(run.about, client["name"])
     prepared = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
     saved, last = summary["saved_round"], summary["rounds"]
@@ -163,8 +187,8 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
         + "".join(f"- {line}\n" for line in prepared)
         + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
-        f"Test accuracy on this client's own samples, {when}:\n\n"
-        + markdown(("method", "accuracy"), rows)
+        f"{shares} on this client's own samples, {when}:\n\n"
+        + markdown(("method", *(SHOWN[key] for key in shown)), rows)
         + "\nLoad it from the run folder (three folders up):\n\n```python\nimport perfed\n\n"
         + f"model = perfed.load(RUN).client({client['folder']!r}, {method!r}).model()\n```\n"
     )

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from perfed.core.errors import Problem
+from perfed.engines.scores import PERSONAL
 from perfed.studies.measures import of_runs
 from perfed.training.config import Config
 from perfed.training.engine import is_batched
 from perfed.training.files import Folder
 from perfed.training.folder import SettingsFolder
 from perfed.training.prepare import BASELINE, prepare
-from perfed.training.results import Run
+from perfed.training.results import METRICS, Run
 from perfed.training.statistics import gain_with_test
 
 FORM = {"seeds": [int], "metrics?": bool, "target?": (int, float, type(None))}
@@ -110,11 +111,15 @@ class Comparison:
 def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Summarise a method over all seeds."""
     each = [next(summary for summary in run.summary() if summary["method"] == method) for run in runs]
-    over = lambda key: [summary["accuracy"][key] for summary in each]
-    accuracy = {key: {"mean": float(np.mean(over(key))), "std": _deviation(over(key))} for key in each[0]["accuracy"]}
+    headline = runs[0].headline  # the same for all seeds
+    over = lambda spreads: {key: _over_seeds([spread[key] for spread in spreads]) for key in spreads[0]}
+    accuracy = over([summary["accuracy"] for summary in each])
+    judged = over([run.spread(method, PERSONAL, METRICS[headline]) for run in runs])
+    scores = over([summary["scores"][PERSONAL] for summary in each])
     gain = None
     if method != BASELINE and BASELINE in runs[0].entries:
-        pooled = [np.concatenate([run.accuracies(name) for run in runs]) for name in (BASELINE, method)]
+        metric = METRICS[headline]
+        pooled = [np.concatenate([run.scores(name, metric) for run in runs]) for name in (BASELINE, method)]
         gain = gain_with_test(*pooled)
     mean = lambda values: int(np.mean(list(values)))
     sent: dict[str, Any] = {way: mean(summary["bytes"][way] for summary in each) for way in ("down", "up")}
@@ -124,6 +129,7 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
     if untrained := each[0]["untrained"]:
         about["untrained"] = untrained
+    about |= {"headline": headline, "why": runs[0].why, "columns": runs[0].columns, "spread": judged, "scores": scores}
     faults = [summary["faults"] for summary in each]
     if all(faults):
         about["faults"] = {key: sum(counts[key] for counts in faults) for key in faults[0]}
@@ -135,6 +141,14 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     if diverged := [summary["diverged"] for summary in each if summary["diverged"]]:
         about["diverged"] = f"{len(diverged)} of {len(each)} seeds: {diverged[0]}"
     return {**about, "seconds": seconds, "runs": [summary["run"] for summary in each]}
+
+
+def _over_seeds(values: list[float | None]) -> dict[str, float | None]:
+    """Return mean and deviation over seeds; None where a score is missing."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return {"mean": None, "std": None}
+    return {"mean": float(np.mean(known)), "std": _deviation(known)}
 
 
 def _deviation(values: list[float]) -> float:

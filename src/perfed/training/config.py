@@ -46,9 +46,13 @@ class RunConfig:
         0, "stop after so many rounds without a better mean validation accuracy (0: never)", at_least=0, at_most=10**9
     )
     scores: Literal["last", "every", "none"] = hyper(
-        "last", "macro-F1 and AUC: at the last evaluation, at every one, or never"
+        "last", "balanced accuracy, macro-F1 and AUC: at the last evaluation, at every one, or never"
     )
     train_scores: bool = hyper(False, "evaluations score the training samples, too: training loss and accuracy")
+    headline: Literal["auto", "accuracy", "balanced", "f1", "auc"] = hyper(
+        "auto",
+        "what methods are judged by; auto: balanced accuracy where over 80 % of all test samples are of one class",
+    )
     class_weights: Literal["none", "balanced"] = hyper(
         "none",
         "weight of a sample in the loss; balanced: all classes count alike over the training samples of all clients",

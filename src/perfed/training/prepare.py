@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from perfed.training.folder import RunFolder
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
+MAJORITY = 0.8  # share of the test samples in one class above which accuracy says little
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def prepare(config: Config) -> Experiment:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
     clients = load_clients(config.data, config.run.seed)
-    _refuse_without_validation(config.run, clients)
+    _refuse_without_scores(config.run, clients)
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
@@ -148,11 +150,13 @@ def prepare(config: Config) -> Experiment:
     return experiment
 
 
-def _refuse_without_validation(run: RunConfig, clients: Clients) -> None:
-    """Refuse what looks at validation samples where no client has any, and a best round that nobody saves."""
+def _refuse_without_scores(run: RunConfig, clients: Clients) -> None:
+    """Refuse what looks at samples or scores that are not there, and a best round that nobody saves."""
     for setting, wanted in (("patience", run.patience > 0), ("save_round = best", run.save_round == "best")):
         if wanted and not len(clients.val.y):
             raise Problem(f"run.{setting} needs validation samples, and no client has one: set data.val above 0")
+    if run.scores == "none" and run.headline not in ("auto", "accuracy"):
+        raise Problem(f"run.headline = {run.headline} needs scores that run.scores = none leaves out")
     if run.save_round == "best" and run.save_models == "none":
         raise Problem("run.save_round = best has nothing to save with run.save_models = none")
 
@@ -233,9 +237,12 @@ def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> 
         for tensor in (clients.split(name).x, clients.split(name).y):
             digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = []
-    for id, (name, labels) in enumerate(zip(clients.names, _label_counts(clients), strict=True)):
+    names, counts = class_names(clients), _label_counts(clients, *SPLITS)
+    for id, name in enumerate(clients.names):
         sizes = {split: clients.split(split).size[id] for split in SPLITS}
-        listed.append({"name": name, **sizes, "labels": labels})
+        listed.append({"name": name, **sizes, "labels": {}})
+    for (id, label), count in zip(counts.nonzero().tolist(), counts[counts > 0].tolist(), strict=True):
+        listed[id]["labels"][names[label]] = count
     return {
         "shape": list(clients.shape),
         "classes": clients.classes,
@@ -246,6 +253,7 @@ def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> 
         "columns": clients.columns and list(clients.columns),
         "partition": clients.partition,
         "preparation": clients.preparation,
+        "majority": _majority(clients),
         "digest": digest.hexdigest(),
         **({} if class_weights is None else {"class_weights": list(class_weights)}),
         "clients": listed,
@@ -262,17 +270,22 @@ def known_labels(about: dict[str, Any]) -> list[str]:
     return list(about["labels"] or map(str, range(about["classes"])))
 
 
-def _label_counts(clients: Clients) -> list[dict[str, int]]:
-    """Count the samples of each label that a client has, in all splits together."""
-    names = class_names(clients)
-    total = torch.zeros(len(clients) * len(names), dtype=torch.int64)
-    for split in map(clients.split, SPLITS):
+def _label_counts(clients: Clients, *splits: str) -> Tensor:
+    """Count the samples of each class that each client has in some splits together: [clients, classes]."""
+    total = torch.zeros(len(clients) * clients.classes, dtype=torch.int64)
+    for split in map(clients.split, splits):
         owner = torch.arange(len(clients)).repeat_interleave(torch.tensor(split.size))
-        total = total + torch.bincount(owner * len(names) + split.y.cpu(), minlength=len(clients) * len(names))
-    counts = [dict[str, int]() for _ in range(len(clients))]
-    for place in total.nonzero().flatten().tolist():
-        counts[place // len(names)][names[place % len(names)]] = int(total[place])
-    return counts
+        total += torch.bincount(owner * clients.classes + split.y.cpu(), minlength=len(total))
+    return total.view(len(clients), clients.classes)
+
+
+def _majority(clients: Clients) -> dict[str, Any]:
+    """Say how far one class outnumbers the others among the test samples: what decides the headline of a run."""
+    counts = _label_counts(clients, "test").numpy()
+    most = int(counts.sum(axis=0).argmax())
+    each = counts[:, most] / np.maximum(counts.sum(axis=1), 1)
+    pooled = float(counts[:, most].sum() / counts.sum())
+    return {"label": class_names(clients)[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
 
 
 def _numbers(tensor: Tensor | None) -> list[float] | None:

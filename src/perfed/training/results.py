@@ -20,9 +20,12 @@ from perfed.models import make_network
 from perfed.models.raw_rows import OnRawRows
 from perfed.training.config import Config
 from perfed.training.folder import MANY, RunFolder, preparation_of
-from perfed.training.prepare import BASELINE, known_labels
+from perfed.training.prepare import BASELINE, MAJORITY, known_labels
 from perfed.training.settings import in_words, outdated
-from perfed.training.statistics import gain_with_test, spread
+from perfed.training.statistics import gain_with_test, means, spread
+
+METRICS = {"accuracy": "accuracy", "balanced": "balanced_accuracy", "f1": "macro_f1", "auc": "macro_auc"}
+TITLES = {"accuracy": "accuracy", "balanced": "balanced accuracy", "f1": "macro-F1", "auc": "AUC (mean over classes)"}
 
 
 class ClientModel:
@@ -184,6 +187,51 @@ class Run:
         """What the classes are called, in the order of a model's outputs; their numbers, where they have no names."""
         return known_labels(self.about)
 
+    @cached_property
+    def headline(self) -> str:
+        """What methods are judged by: accuracy, balanced, f1 or auc; a key of `METRICS`.
+
+        Where the run does not name it, balanced accuracy if more than 80 % of all test samples are of one class.
+        """
+        asked = self.config.run.headline
+        if asked != "auto":
+            return asked
+        return "balanced" if self._majority["pooled"] > MAJORITY and self._has_all_scores else "accuracy"
+
+    @property
+    def columns(self) -> list[str]:
+        """Other scores that stand beside the headline: none where accuracy says enough."""
+        usual = self.headline == "accuracy" and not self._accuracy_says_little
+        return [] if usual or not self._has_all_scores else [key for key in METRICS if key != self.headline]
+
+    @property
+    def _majority(self) -> dict[str, Any]:
+        """The most frequent class among the test samples; runs of perfed 0.1 did not look."""
+        return self.about.get("majority", {"label": "", "pooled": 0.0, "clients": 0})
+
+    @property
+    def _accuracy_says_little(self) -> bool:
+        """Whether one class has more than 80 % of all test samples, or over half of them and more at some client."""
+        majority = self._majority
+        return majority["pooled"] > MAJORITY or (majority["pooled"] > 0.5 and majority["clients"] > 0)
+
+    @cached_property
+    def _has_all_scores(self) -> bool:
+        clients = [self.result(name)["clients"][0] for name in self.entries]
+        return all(metric in client[PERSONAL].get("test", {}) for client in clients for metric in METRICS.values())
+
+    @property
+    def why(self) -> str:
+        """Why other scores than accuracy stand in the run's table, in a sentence; empty where accuracy says enough."""
+        majority, parts = self._majority, []
+        if self._accuracy_says_little:
+            pooled = f"{majority['pooled']:.1%} of all test samples"
+            many = f"more than {MAJORITY:.0%} of those of {majority['clients']} of {len(self.about['clients'])} clients"
+            parts.append(f"'{majority['label']}' is the label of {pooled} and of {many}: accuracy alone says little")
+        if self.headline != "accuracy":
+            parts.append(f"mean, weighted, worst tenth and gain are of {TITLES[self.headline]}")
+        return "; ".join(parts)
+
     def network(self) -> nn.Module:
         """Return a fresh network of this run's kind."""
         return self._network()
@@ -255,7 +303,7 @@ class Run:
 
         Args:
             method: the method's name.
-            metric: accuracy, loss, and where the run has them macro_f1 and auc.
+            metric: accuracy, loss, and where the run has them balanced_accuracy, macro_f1, auc and macro_auc.
             model: which of the models that the method evaluates.
             split: train (where it was scored), val or test.
 
@@ -310,8 +358,12 @@ class Run:
             "rounds": result["rounds"],
             "saved_round": result.get("saved_round", result["rounds"]),
             "clients": len(self.about["clients"]),
-            "accuracy": self._spread(name, PERSONAL),
-            "others": {model: self._spread(name, model) for model in others},
+            "headline": self.headline,
+            "why": self.why,
+            "scores": {model: self._means(name, model) for model in (PERSONAL, *others)},
+            "spread": {model: self.spread(name, model, METRICS[self.headline]) for model in (PERSONAL, *others)},
+            "accuracy": self.spread(name, PERSONAL),
+            "others": {model: self.spread(name, model) for model in others},
             "gain": None if name == BASELINE or BASELINE not in self.entries else self.gain(name),
             "bytes": {
                 "down": sent["down_shared"] + sent["down_own"],
@@ -365,14 +417,29 @@ class Run:
             raise Problem(f"'{self.folder.config_file}' names another network than {method}'s: {in_words(network)}")
         folder.refuse_damaged(self.folder.clients_file)
 
-    def _spread(self, method: str, model: str) -> dict[str, float | None]:
+    def _means(self, method: str, model: str) -> dict[str, float | None]:
+        """Return the mean over clients of every score."""
+        values = {key: self.scores(method, metric, model) for key, metric in METRICS.items()}
+        return {key: plain(means(each[None])[0].item()) for key, each in values.items()}
+
+    def spread(self, method: str, model: str = PERSONAL, metric: str = "accuracy") -> dict[str, float | None]:
+        """Describe how a test score is spread over clients.
+
+        Args:
+            method: the method's name.
+            model: which of the models that the method evaluates.
+            metric: as for `scores`.
+
+        Returns:
+            Its `mean`, `weighted` by samples, `std`, and `worst10`; None where no client has the score.
+        """
         samples = np.array([client["test"] for client in self.about["clients"]])
-        numbers = spread(self.accuracies(method, model), samples)
+        numbers = spread(self.scores(method, metric, model), samples)
         shown = {"mean": "mean", "weighted": "pooled", "std": "std", "worst10": "worst10"}
         return {name: plain(numbers[key]) for name, key in shown.items()}
 
     def gain(self, method: str) -> dict[str, Any]:
-        """Compare a method's test accuracies with Local's, client by client.
+        """Compare a method with Local, client by client, in the test score that is the run's headline.
 
         Args:
             method: the method's name.
@@ -380,4 +447,5 @@ class Run:
         Returns:
             What `gain_with_test` returns.
         """
-        return gain_with_test(self.accuracies(BASELINE), self.accuracies(method))
+        metric = METRICS[self.headline]
+        return gain_with_test(self.scores(BASELINE, metric), self.scores(method, metric))
