@@ -9,6 +9,7 @@ import pytest
 import perfed
 from perfed.core.errors import Problem
 from perfed.report.tables import HEADINGS, headings, lines, on_terminal, remarks
+from perfed.studies.compare import Comparison
 from perfed.training.config import from_dict, place_flags
 from perfed.training.prepare import describe, load_clients, prepare
 from perfed.training.statistics import gain_with_test
@@ -54,9 +55,8 @@ def test_files_have_the_headline_too(rare):
     assert "Gain: balanced accuracy minus that of Local" in text
     assert "'well' is the label of" in text
     rows = list(csv.DictReader((rare.path / "report" / "clients.csv").read_text().splitlines()))
-    assert float(rows[0]["ditto balanced_accuracy"]) == pytest.approx(
-        rare.scores("ditto", "balanced_accuracy")[0], abs=1e-6
-    )
+    balanced = [float(row["ditto balanced_accuracy"]) for row in rows]
+    assert balanced == pytest.approx(rare.scores("ditto", "balanced_accuracy"), abs=1e-6)
     card = next((rare.path / "ditto" / "clients").glob("a/card.md")).read_text()
     assert "| method | balanced accuracy | accuracy | F1 | AUC |" in card
     assert "this client's samples of each: sick (4), well (96)" in card
@@ -78,7 +78,7 @@ def test_a_rare_class_at_one_client_shows_other_scores(tmp_path):
     run = perfed.run("fedavg", out=tmp_path / "run", data_dir=write(tmp_path / "d", a=0.04, b=0.5), **FAST)
     assert (run.headline, run.columns) == ("accuracy", ["balanced", "f1", "auc"])
     assert remarks(run.summary()) == [
-        "'well' is the label of 74.0% of all test samples and of more than 80% of those of 1 of 2 clients: accuracy "
+        "'well' is the label of 72.0% of all test samples and of more than 80% of those of 1 of 2 clients: accuracy "
         "alone says little"
     ]
 
@@ -97,7 +97,7 @@ def test_clients_of_few_labels_each_are_not_a_rare_class():
 
 def test_scores_that_are_left_out_cannot_be_the_headline(rare, tmp_path):
     settings = {**FAST, "data_dir": rare.config.data.dir, "scores": "none"}
-    with pytest.raises(Problem, match="run.headline = f1 needs scores that run.scores = none leaves out"):
+    with pytest.raises(Problem, match=r"run.headline = f1 needs scores that run.scores = none leaves out"):
         prepare(from_dict(place_flags({**settings, "headline": "f1"}, ["fedavg"])))
     run = perfed.run("fedavg", out=tmp_path / "run", **settings)
     assert (run.headline, run.columns) == ("accuracy", [])
@@ -107,7 +107,7 @@ def test_scores_that_are_left_out_cannot_be_the_headline(rare, tmp_path):
 def test_a_comparison_is_judged_alike(rare, tmp_path):
     settings = {**FAST, "data_dir": rare.config.data.dir}
     config = from_dict(place_flags(settings, ["fedavg"]))
-    comparison = perfed.studies.compare.Comparison.create(config, 2, tmp_path / "c")
+    comparison = Comparison.create(config, 2, tmp_path / "c")
     result = perfed.api.compare(comparison, perfed.api.Console(quiet=True))
     judged = result["methods"][1]
     runs = [perfed.load(tmp_path / "c" / f"seed_{seed}") for seed in (0, 1)]

@@ -56,6 +56,7 @@ class Federation:
         faults: clients that fail, as a simulation.
         quorum: share of those asked who must send something usable, or the round is abandoned.
         patience: number of abandoned rounds in a row after which the run has diverged.
+        advice: asked for what may help once the training has diverged; empty: a smaller lr.
         lazy: leave verdicts about uploads on the device until `look`, where the method allows; None: on a GPU.
 
     Example:
@@ -83,6 +84,7 @@ class Federation:
     quorum: float = 0.5
     patience: int = PATIENCE
     lazy: bool | None = None
+    advice: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
         if self.server is None:
@@ -265,8 +267,8 @@ class Federation:
         when = f"{self.patience} rounds in a row, the last of them round {standing.ended}"
         self.diverged = (
             f"training diverged: too few clients of {type(self.method).__name__} sent something usable in "
-            f"{when if self.patience > 1 else f'round {standing.ended}'}{example}; a smaller lr "
-            f"(now {self.method.lr:g}) may help"
+            f"{when if self.patience > 1 else f'round {standing.ended}'}{example}; "
+            f"{(self.advice and self.advice()) or f'a smaller lr (now {self.method.lr:g}) may help'}"
         )
 
     def look(self) -> list[Refusal]:

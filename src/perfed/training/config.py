@@ -81,7 +81,7 @@ class RunConfig:
 # Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it. Not here:
 # eval_every (which evaluations there are), precision and tf32 (numbers are rounded elsewhere).
 NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
-NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores"}
+NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores", "headline"}
 DEFAULT_METHODS = ("local", "fedavg", "pgfed")
 SECTIONS: dict[str, type] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
 TABLES = ("methods", *SECTIONS, "train", "method")  # what a configuration may say

@@ -20,7 +20,7 @@ from perfed.engines.base import Engine, EvaluationRequest, Job, Request
 from perfed.engines.local import Sequential
 from perfed.training import files
 from perfed.training.folder import model_file, preparation_of, save_models
-from perfed.training.prepare import class_names, known_labels, load_clients, make_method
+from perfed.training.prepare import class_names, class_weights, known_labels, load_clients, make_method
 from perfed.training.results import Run
 
 
@@ -40,7 +40,7 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
     """
     result = run.result(name)
     clients = load_newcomers(run, data)
-    weights = run.about.get("class_weights")
+    weights = class_weights(run.config.run, run.about.get("training_labels", ()))
     method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]), class_weights=weights)
     method = dataclasses.replace(method, fine_tune=fine_tune)
     server = run.folder.method(name).server()

@@ -40,6 +40,8 @@ from perfed.training.folder import RunFolder
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
+LARGE = 1e4  # inputs above it are in units that no network begins with
+AT_ONCE = 1 << 14  # samples that are looked at together
 MAJORITY = 0.8  # share of the test samples in one class above which accuracy says little
 
 
@@ -61,18 +63,25 @@ class Experiment:
     @cached_property
     def class_weights(self) -> tuple[float, ...] | None:
         """What a sample's loss is multiplied by, for each class; None: nothing."""
-        return balanced_weights(self.clients) if self.config.run.class_weights == "balanced" else None
+        return class_weights(self.config.run, training_labels(self.clients))
 
 
-def balanced_weights(clients: Clients) -> tuple[float, ...]:
-    """Return weights with which every class that occurs has the same part in the loss; a sample weighs 1 on average.
+def training_labels(clients: Clients) -> list[int]:
+    """Count the training samples of each class, of all clients together: sums of what each of them counts."""
+    return torch.bincount(clients.train.y.cpu(), minlength=clients.classes).tolist()
 
-    They follow from the training samples of all clients together: a client's counts of labels are all that is needed.
+
+def class_weights(run: RunConfig, counts: Sequence[int]) -> tuple[float, ...] | None:
+    """Return weights of classes in the loss; None: they have none.
+
+    Balanced, every class that occurs has the same part in the loss, and a sample weighs 1 on average.
 
     Args:
-        clients: whose training samples count.
+        run: says whether classes have weights.
+        counts: the training samples of each class.
     """
-    counts = torch.bincount(clients.train.y.cpu(), minlength=clients.classes).tolist()
+    if run.class_weights == "none":
+        return None
     each = sum(counts) / sum(count > 0 for count in counts)
     return tuple(each / count if count else 0.0 for count in counts)
 
@@ -195,7 +204,7 @@ def create(experiment: Experiment, out: Path | None) -> Path:
     unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
     folder = RunFolder(out or Path("runs") / f"{name}_{unique}")
     folder.create()
-    folder.write_clients(describe(experiment.clients, experiment.class_weights))
+    folder.write_clients(describe(experiment.clients))
     folder.write_environment(environment(experiment))
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
     config = _spelled_out(dataclasses.replace(config, run=picked))
@@ -225,13 +234,8 @@ def reopen(
     return experiment
 
 
-def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> dict[str, Any]:
-    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same.
-
-    Args:
-        clients: the clients.
-        class_weights: those of the run, for whoever trains with its models later.
-    """
+def describe(clients: Clients) -> dict[str, Any]:
+    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
     digest = hashlib.sha256()
     for name in SPLITS:
         for tensor in (clients.split(name).x, clients.split(name).y):
@@ -253,11 +257,27 @@ def describe(clients: Clients, class_weights: Sequence[float] | None = None) -> 
         "columns": clients.columns and list(clients.columns),
         "partition": clients.partition,
         "preparation": clients.preparation,
+        "training_labels": training_labels(clients),
         "majority": _majority(clients),
         "digest": digest.hexdigest(),
-        **({} if class_weights is None else {"class_weights": list(class_weights)}),
         "clients": listed,
     }
+
+
+def about_inputs(clients: Clients) -> str:
+    """Say where training inputs are so large that no learning rate suits them; empty where none is."""
+    x, largest, place = clients.train.x.flatten(1), 0.0, (0, 0)
+    for first in range(0, len(x), AT_ONCE):
+        piece = clients.ready(clients.train.x[first : first + AT_ONCE], torch.float64).flatten(1).abs()
+        if float(piece.max()) > largest:
+            largest, where = float(piece.max()), int(piece.argmax())
+            place = first + where // piece.shape[1], where % piece.shape[1]
+    if largest <= LARGE:
+        return ""
+    row, feature = place
+    owner = next(id for id, first in enumerate(clients.train.start) if row < first + clients.train.size[id])
+    column = f"feature {feature}" if clients.columns is None else f"column '{clients.columns[feature]}'"
+    return f"inputs reach {largest:.0e} (client '{clients.names[owner]}', {column}): scale them"
 
 
 def class_names(clients: Clients) -> list[str]:
@@ -300,8 +320,7 @@ def check_same(experiment: Experiment, folder: RunFolder, notice: Callable[[str]
         folder: the run as it was.
         notice: is told what may change results in their last bits.
     """
-    before, now = folder.raw_clients(), describe(experiment.clients, experiment.class_weights)
-    now = json.loads(json.dumps(now))
+    before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients)))
     if before.get("labels") is None and now["labels"] == known_labels({**now, "labels": None}):
         now["labels"] = None  # before perfed 0.2, labels that are whole numbers had no names
     if differ := ", ".join(key for key in before if not _as_before(before[key], now.get(key))):

@@ -26,7 +26,7 @@ from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
-from perfed.training.prepare import Experiment, faults_of
+from perfed.training.prepare import Experiment, about_inputs, faults_of
 from perfed.training.settings import FIXED, decisive, difference, in_words, outdated
 from perfed.wire import treatment
 
@@ -158,7 +158,8 @@ class MethodRun:
         config = self.config
         patience = min(PATIENCE, config.rounds)
         agreed = (self.experiment.clients.preparation or {}).get("traffic", {})  # sent before the first round
-        rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience}
+        advice = lambda: about_inputs(self.experiment.clients)
+        rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience, "advice": advice}
         self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
         sizes = restore(self.folder, self.federation, self._say, self._why_not)
         self.log = log = MetricsLog(self.folder, sizes)
