@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import zoo
 from torch import nn
 from torch.func import grad, jvp, vmap
 
@@ -188,6 +189,19 @@ def test_several_models_of_a_client(network, capfd):
     actual, expected = run(True), run(False)
     checks.compare(actual, expected, "with kernels", tolerance=1e-4)
     assert "performance drop" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("name", ["resnet-batch", "mobilenet", "unet"])
+def test_networks_as_people_bring_them(name):
+    """In single precision, where layers are kernels. What cannot be recorded would be a warning, an error here."""
+    animal = zoo.ZOO[name]
+    few = zoo.clients(animal.shape, zoo.EVEN, torch.float32)
+    make = lambda: FedAvg(Model(animal.build), lr=0.1, epochs=1, batch_size=4)
+    run = lambda fast: checks.play(Vectorised(Job(make(), few, seed=5), fast=fast), [(0, 1)])
+    actual, expected = run(True), run(False)
+    checks.compare(actual, expected, "with kernels", tolerance=1e-4)
 
 
 def both(network):

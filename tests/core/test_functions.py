@@ -138,3 +138,13 @@ def test_dropout_that_has_no_keyed_form():
         keyed(lambda: nn.GRU(4, 5, 2, dropout=0.5)(packed), derive(1))
     with pytest.raises(Problem, match="no keyed form for packed sequences"):
         keyed(lambda: nn.LSTM(4, 5, 2, dropout=0.5)(packed), derive(1))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_means_of_images_in_any_layout(dims):
+    """PyTorch asks for strides, for which vmap would run one client after another."""
+    pool, last = {2: (F.adaptive_avg_pool2d, 4), 3: (F.adaptive_avg_pool3d, 5)}[dims]
+    x = random(3, 2, *(4,) * dims, 5).movedim(last, 2)  # channels last in memory
+    for size in (1, (1,) * dims, 2):
+        actual = keyed(lambda size=size: vmap(pool, in_dims=(0, None))(x, size), None)
+        torch.testing.assert_close(actual, torch.stack([pool(rows, size) for rows in x]))

@@ -36,7 +36,7 @@ class Alike(TorchFunctionMode):
     """Stand in for such functions while a network runs.
 
     Attributes:
-        met: one of them has been called.
+        met: one of them has been called, which counts where clients are batched.
         drew: one of them has drawn random numbers.
     """
 
@@ -238,11 +238,16 @@ def _cell(function: Any, step: Callable[..., State]) -> Callable[..., State]:
 # ---------------------------------------------------------------------- pooling
 
 
-def _mean_of_image(mode: Alike, input: Tensor, output_size: Any) -> Tensor:  # noqa: ARG001
-    """Average whole channels by a mean, as PyTorch does, which then sets strides in place: vmap cannot do that."""
-    if output_size in (1, (1, 1), [1, 1]) and _batched(input):
-        return input.mean((-1, -2), keepdim=True)
-    return F.adaptive_avg_pool2d(input, output_size)
+def _mean_of_all(function: Callable[..., Tensor], dims: tuple[int, ...]) -> Callable[..., Tensor]:
+    """Return the stand-in of adaptive pooling: to one pixel it is a mean, whose strides PyTorch then sets in place."""
+
+    def stand_in(mode: Alike, input: Tensor, output_size: Any) -> Tensor:  # noqa: ARG001
+        size = output_size if isinstance(output_size, list | tuple) else (output_size,)
+        if _batched(input) and all(number == 1 for number in size):
+            return input.mean(dims, keepdim=True)
+        return function(input, output_size)
+
+    return stand_in
 
 
 # ---------------------------------------------------------------------- parametrised weights
@@ -277,8 +282,9 @@ _STAND_INS: dict[Any, Callable[..., Any]] = {
     torch.lstm_cell: _cell(torch.lstm_cell, _lstm_step),
     torch.rnn_tanh_cell: _cell(torch.rnn_tanh_cell, _STEPS[torch.rnn_tanh]),
     torch.rnn_relu_cell: _cell(torch.rnn_relu_cell, _STEPS[torch.rnn_relu]),
+    F.adaptive_avg_pool2d: _mean_of_all(F.adaptive_avg_pool2d, (-2, -1)),
+    F.adaptive_avg_pool3d: _mean_of_all(F.adaptive_avg_pool3d, (-3, -2, -1)),
     _torch._weight_norm: _weight_norm,
     _torch._nested_tensor_from_mask_left_aligned: _left_aligned,
-    F.adaptive_avg_pool2d: _mean_of_image,
     F.normalize: _normalize,
 }

@@ -126,8 +126,8 @@ class Model:
         net.requires_grad_(False)
         self._keyed = [name for name, m in net.named_modules() if isinstance(m, Drop)]
         self._normed = [name for name, m in net.named_modules() if isinstance(m, Norm)]
-        # Whether it calls functions that `Alike` stands in for, and draws with them; by mode, once it has run.
-        self._calls: dict[str, bool] = {}
+        # Whether `Alike` changes what it does, by mode and for many at once; and whether it draws: once it has run.
+        self._calls: dict[tuple[str, bool], bool] = {}
         self._drew: dict[str, bool] = {}
 
         params = {name: p.shape for name, p in net.named_parameters()}
@@ -306,12 +306,13 @@ class Model:
 
     def _run(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any], key: Tensor | None) -> Any:
         # A network is watched once in each mode: those that call no such function run without the cost of watching.
-        watch = self._calls.get(mode, True) and not torch.compiler.is_compiling()
-        if not watch or (mode == "eval" and not any(map(is_functorch_wrapped_tensor, (x, *parts.values())))):
+        batched = any(map(is_functorch_wrapped_tensor, (x, *parts.values())))
+        watch = self._calls.get((mode, batched), True) and not torch.compiler.is_compiling()
+        if not watch or (mode == "eval" and not batched):
             return self._call(mode, parts, x, options)  # an evaluation of one client is PyTorch's own
         with Alike(key, mode != "eval", self._draw) as functions:
             out = self._call(mode, parts, x, options)
-        self._calls[mode] = functions.met
+        self._calls[mode, batched] = functions.drew or (functions.met and batched)
         if mode != "eval":
             self._drew[mode] = functions.drew
         return out
