@@ -23,6 +23,7 @@ from perfed.engines.client_states import States
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
 from perfed.methods.pgfed import PGFed
+from perfed.methods.scaffold import SCAFFOLD
 from perfed.training import files, train
 from perfed.training.catalog import find
 from perfed.training.folder import MethodFolder
@@ -249,8 +250,11 @@ def test_a_table_that_grows_to_its_limit_is_not_copied_when_it_is_full():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_around_a_round_waits_for_a_gpu():
-    """States on the device, the look at uploads, and the mean over a cohort; then paging gives the same rows."""
-    method = PGFed(Model(plain_net, device="cuda"), cohort=3)
+    """States on the device, the look at uploads, and the mean over a cohort; then paging gives the same rows.
+
+    Of a method whose server reads means alone; one that reads rows waits once in an exchange.
+    """
+    method = SCAFFOLD(Model(plain_net, device="cuda"), cohort=3)
     fed = Federation(Sequential(Job(method, make_clients((9, 5, 12)).to("cuda"))))
     for _ in range(2):  # the first use of a kernel may wait
         fed.step()
