@@ -272,7 +272,11 @@ METHODS = {
     "raises": (METHOD.format(before="raise OSError('no such luck')", inside="pass"), "no such luck"),
     "leaves": (METHOD.format(before="raise SystemExit(0)", inside="pass"), "cannot be loaded"),
     "imports what is not there": (METHOD.format(before="import not_there", inside="pass"), "not_there"),
-    "functions missing": ("from perfed import Method\nclass Mine(Method):\n    pass\n", "not a whole method"),
+    "not a dataclass": ("from perfed import Method\nclass Mine(Method):\n    pass\n", "needs @dataclass(frozen=True)"),
+    "functions missing": (
+        METHOD.format(before="from perfed import Method", inside="pass").replace("Mine(FedAvg)", "Mine(Method)"),
+        "not a whole method",
+    ),
 }
 
 

@@ -97,7 +97,10 @@ class Entry:
                 raise
             raise Problem(f"'{self.file}': {self.class_name} needs @dataclass(frozen=True), not @dataclass") from None
         kind = getattr(module, self.class_name)
-        kind.refuse_undeclared()
+        try:
+            kind.refuse_undeclared()
+        except Problem as problem:
+            raise Problem(f"'{self.file}': {problem}") from None
         return kind
 
 
