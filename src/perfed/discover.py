@@ -19,9 +19,13 @@ from typing import Any
 
 from perfed.core.errors import Problem
 
+MOST = 10_000_000  # bytes of a Python file
+
 
 def parse(path: Path) -> ast.Module:
     """Return the syntax tree of a Python file; a file that is not Python is a Problem."""
+    if path.stat().st_size > MOST:
+        raise Problem(f"'{path}' is not Python code that anybody has written: it is larger than {MOST:,} bytes")
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
@@ -101,7 +105,7 @@ def load_file(path: Path) -> ModuleType:
     """Import a user's Python file; what it raises becomes one sentence."""
     name = f"perfed_user_{path.stem}_{abs(hash(str(path.resolve()))):x}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_Text(name, str(path)))
-    if path.suffix != ".py" or spec is None or spec.loader is None:
+    if path.suffix != ".py" or path.stat().st_size > MOST or spec is None or spec.loader is None:
         raise Problem(f"'{path}' is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up

@@ -331,7 +331,7 @@ class Folder:
             raise Problem(f"there is no file '{path}'") from None
         except (
             *(SafetensorError, KeyError, ValueError, OSError, IndexError),
-            *(TypeError, AttributeError, RuntimeError),  # of a tree that was not made by `pack`
+            *(TypeError, AttributeError, RuntimeError, MemoryError),  # of a tree that was not made by `pack`
         ) as error:
             raise Problem(f"'{path}' is damaged or not a file of perfed ({type(error).__name__})") from None
 
