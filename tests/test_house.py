@@ -68,6 +68,26 @@ def test_no_module_opens_pickles():
     assert {module: found for module in MODULES if (found := sins(parsed(module), module))} == ALLOWED
 
 
+# ---------------------------------------------------------------------- who opens the files of a run folder
+
+# What a Path can do to a file or see of it; in these modules only a `files.Folder` may, which follows no links.
+DOINGS = set("open read_text write_text read_bytes write_bytes unlink mkdir rmdir touch rename exists is_file".split())  # noqa: SIM905
+DOINGS |= {"iterdir", "glob", "rglob", "stat", "symlink_to"}
+OPENERS = ["training/folder", "training/settings", "training/results", "training/train", "training/prepare"]
+OPENERS += ["training/newcomers", "training/observers/checkpoint", "training/observers/log", "report/folder"]
+OPENERS += ["report/comparison", "report/tables", "studies/compare", "cli/models", "cli/train"]
+ELSEWHERE = {"path.read_bytes()", "catalog.is_file(name)", "out.mkdir(parents=True, exist_ok=True)"}  # files of users
+ELSEWHERE |= {"Folder(folder).exists(folder / PLAN)", "cls.open(folder)", "Comparison.open(run)"}
+
+
+@pytest.mark.parametrize("module", OPENERS)
+def test_files_of_a_run_folder_are_opened_in_one_place(module):
+    calls = [node for node in ast.walk(parsed(module)) if isinstance(node, ast.Call)]
+    doings = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in DOINGS]
+    others = [ast.unparse(call) for call in doings if not ast.unparse(call.func.value).endswith("files")]
+    assert set(others) - ELSEWHERE == set()
+
+
 # ---------------------------------------------------------------------- which room knows which
 
 # From the ground up: a module knows its own room and those below it.

@@ -13,7 +13,8 @@ from perfed.training.config import from_dict
 
 QUIET = Console(quiet=True)
 NET = "from torch import nn\n\n\ndef net():\n    return nn.Linear(4, 2)\n"
-METHOD = "from perfed.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    pass\n"
+METHOD = "from dataclasses import dataclass\n\nfrom perfed.methods.fedavg import FedAvg\n\n\n"
+METHOD += "@dataclass(frozen=True)\nclass Mine(FedAvg):\n    pass\n"
 
 
 def write_clients(folder):

@@ -84,13 +84,13 @@ def _print_ending(run: Run, json: bool) -> None:
         console.print(line, soft_wrap=True)
     console.print(f"\nreport   {run.folder.report}")
     client, count = run.clients()[0], len(run.about["clients"])
-    if not client.path.exists():
+    if not run.folder.files.exists(client.path):
         console.print("models   none written (--save-models)")
     elif client.path.parent.name != client.about["folder"]:
         console.print(f"models   {client.path}   (one for all {count} clients)")
     else:
         console.print(f"models   {client.path.parent.parent}/<client>/{client.path.name}   ({count} clients)")
-    if client.path.exists():
+    if run.folder.files.exists(client.path):
         load = f"perfed.load('{run.path}').client('{client.about['folder']}').model()"
         console.print(f'load     python -c "import perfed; print({load})"')
     if json:
