@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from perfed.api import load as load
+    from perfed.api import personalise as personalise
     from perfed.api import run as run
     from perfed.core.errors import Problem as Problem
     from perfed.core.fields import hyper as hyper
@@ -20,6 +21,7 @@ __version__ = "0.2.0"
 
 _HOME = {
     "load": "perfed.api",
+    "personalise": "perfed.api",
     "run": "perfed.api",
     "Problem": "perfed.core.errors",
     "hyper": "perfed.core.fields",
@@ -30,7 +32,7 @@ _HOME = {
     "Model": "perfed.core.model",
     "Run": "perfed.training.results",
 }
-__all__ = ["Cohort", "Down", "Method", "Model", "Problem", "Run", "Up", "hyper", "load", "run"]
+__all__ = ["Cohort", "Down", "Method", "Model", "Problem", "Run", "Up", "hyper", "load", "personalise", "run"]
 
 
 def __getattr__(name: str) -> Any:  # lazily: `perfed --help` and wrong settings need no torch

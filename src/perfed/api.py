@@ -12,7 +12,7 @@ from rich.console import Console
 from perfed.report.terminal import Terminal
 from perfed.training.config import Config, from_dict, place_flags
 from perfed.training.folder import RunFolder
-from perfed.training.prepare import Experiment, create, prepare, reopen
+from perfed.training.prepare import THREADS, Experiment, create, prepare, reopen
 from perfed.training.results import Run
 from perfed.training.train import train
 
@@ -55,6 +55,59 @@ def load(path: str | Path) -> Run:
         The run: its scores, and every client's model.
     """
     return Run(path)
+
+
+def personalise(
+    run: Run | str | Path,
+    data: Any,
+    method: str | None = None,
+    rounds: int = 1,
+    fine_tune: int = 0,
+    out: str | Path | None = None,
+    name: str = "newcomer",
+    quiet: bool = True,
+    **settings: Any,
+) -> Run:
+    """Give clients that never took part models, from a finished run and their own data; nothing is sent.
+
+    `perfed.personalise("runs/hospitals", "new.csv").client("new").predict(x)`
+
+    Args:
+        run: a finished run, or its folder.
+        data: a file with one client, a table with a column that names the client, a folder with a file for each, or a
+            DataFrame.
+        method: a method of the run; None: the last one.
+        rounds: local rounds, as the method's clients train.
+        fine_tune: epochs of plain local training after them.
+        out: the folder to make; None: a new one in ./runs.
+        name: what the client of a DataFrame is called, where no column names it.
+        quiet: print no progress.
+        settings: settings of the data, such as label_column="diagnosis".
+
+    Returns:
+        A run: the newcomers' own models and the general one (`general`), beside Local on the same data.
+    """
+    from perfed.report.folder import write_report  # imports matplotlib, which takes long
+    from perfed.training import newcomers
+
+    opened, threads = run if isinstance(run, Run) else Run(run), torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    try:
+        with newcomers.as_config(data, name, settings) as config:
+            folder = newcomers.personalise(
+                opened,
+                method or opened.main,
+                config,
+                rounds,
+                fine_tune,
+                None if out is None else Path(out),
+                Console(stderr=True, quiet=quiet),
+            )
+    finally:
+        torch.set_num_threads(threads)
+    finished = Run(folder)
+    write_report(finished)
+    return finished
 
 
 def begin(config: Config, out: Path | None) -> tuple[Experiment, Path]:

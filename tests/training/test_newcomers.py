@@ -12,9 +12,7 @@ import torch
 import perfed
 from perfed.cli import main
 from perfed.core.errors import Problem
-from perfed.data.config import DataConfig
 from perfed.training.catalog import methods
-from perfed.training.newcomers import personalise
 
 CANNOT = ("apple", "fedfomo")  # they mix the models of the clients they know
 
@@ -46,7 +44,9 @@ def run(tmp_path_factory):
 
 
 def welcome(run, path, method, **more):
-    return personalise(run, method, DataConfig(name="folder", dir=str(path)), 3, 5, None, **more)
+    out = Path(path).with_suffix("") / "newcomers" / method
+    made = perfed.personalise(run, path, method, rounds=3, fine_tune=5, out=out, **more)
+    return [{"client": client.name, "path": client.path, **client.scores} for client in made.clients(method)]
 
 
 @pytest.mark.parametrize("name", SUITED)
@@ -56,8 +56,7 @@ def test_every_method_gives_a_model_or_a_reason(run, name, tmp_path):
         with pytest.raises(Problem, match="nothing to send to a new one"):
             welcome(run, tmp_path / "new.csv", name)
         return
-    found = welcome(run, tmp_path / "new.csv", name)
-    (one,) = found["clients"]
+    (one,) = welcome(run, tmp_path / "new.csv", name)
     assert one["client"] == "late"
     assert one["personal"]["test"]["accuracy"] >= 0.6
     assert Path(one["path"]).is_file()
@@ -65,7 +64,7 @@ def test_every_method_gives_a_model_or_a_reason(run, name, tmp_path):
 
 def test_labels_and_columns_mean_what_they_meant(run, tmp_path):
     table(tmp_path / "new.csv", ["late"], columns=("b", "a"), labels=("bee", "cat"), seed=1)
-    (one,) = welcome(run, tmp_path / "new.csv", "fedavg")["clients"]
+    (one,) = welcome(run, tmp_path / "new.csv", "fedavg")
     assert one["personal"]["test"]["accuracy"] == 1.0
     table(tmp_path / "other.csv", ["late"], labels=("ant", "cat"))
     (tmp_path / "other.csv").write_text((tmp_path / "other.csv").read_text().replace("ant", "eel"))
@@ -93,6 +92,90 @@ def test_the_command(run, tmp_path, monkeypatch, capsys):
         main()
     assert end.value.code == 2
     assert "--set takes data.key=value here" in capsys.readouterr().err
+
+
+def invoke(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["perfed", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code
+
+
+def alone(path, **more):
+    """A table of one hospital, which has no column of clients."""
+    table(path, ["late"], **more)
+    text = path.read_text().splitlines()
+    path.write_text("".join(line.partition(",")[2] + "\n" for line in text))
+    return path
+
+
+def test_one_file_makes_a_run_folder_like_any_other(run, tmp_path, monkeypatch, capsys):
+    """From the command, without a column of clients: card, report, models, predict; there is no resuming it."""
+    file, out = alone(tmp_path / "mercy.csv", seed=4), tmp_path / "out"
+    assert invoke(monkeypatch, "personalise", run.path, file, "--method", "ditto", "--out", out, "--quiet") == 0
+    shown = capsys.readouterr().out
+    assert "general" in shown
+    assert "Local" in shown
+    made = perfed.load(out)
+    assert list(made.entries) == ["local", "ditto"]
+    (client,) = made.clients()
+    assert client.name == "mercy"
+    assert list(client.scores) == ["general", "personal"]
+    assert (made.result("local")["rounds"], made.result("ditto")["rounds"]) == (6, 7)
+    assert made.about["newcomers"] == {"run": str(run.path), "method": "ditto"}
+    card = (client.path.parent / "card.md").read_text()
+    assert all(row in card for row in ("| Local |", "| Ditto |", "| Ditto, general |"))
+    assert "general" in (out / "report" / "summary.md").read_text()
+    general = client.path.parent / "general.safetensors"
+    assert general.is_file()
+    samples = tmp_path / "samples.csv"
+    samples.write_text("a,b\n3,0\n0,0\n")
+    assert invoke(monkeypatch, "predict", out, "--client", "mercy", "--input", samples) == 0
+    assert capsys.readouterr().out.split() == ["bee", "ant"]
+    assert invoke(monkeypatch, "models", out) == 0
+    assert "mercy" in capsys.readouterr().out
+    assert invoke(monkeypatch, "resume", out) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    again = perfed.personalise(out, file, out=tmp_path / "again")  # newcomers to newcomers: the server is the same
+    assert again.client("mercy").scores["general"] == client.scores["general"]
+
+
+class Frame:
+    """What a DataFrame is to perfed."""
+
+    columns = ("a", "b", "label")
+
+    def __init__(self, path):
+        self.text = path.read_text()
+
+    def to_csv(self, path, index):
+        assert not index
+        Path(path).write_text(self.text)
+
+
+def test_a_frame_and_a_folder_give_what_a_file_gives(run, tmp_path):
+    file = alone(tmp_path / "mercy.csv", seed=4)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mercy.csv").write_text(file.read_text())
+    places = {"file": file, "folder": tmp_path / "folder", "frame": Frame(file)}
+    made = {
+        key: perfed.personalise(run, data, "ditto", out=tmp_path / "out" / key, name="mercy")
+        for key, data in places.items()
+    }
+    scores = [each.client("mercy").scores for each in made.values()]
+    assert scores[0] == scores[1] == scores[2]
+    with pytest.raises(Problem, match="did you mean 'label_column'"):
+        perfed.personalise(run, file, lable_column="y")
+    with pytest.raises(Problem, match="no name of a file"):
+        perfed.personalise(run, Frame(file), name="a/b")
+
+
+def test_what_fails_leaves_no_folder(run, tmp_path):
+    file = tmp_path / "mercy.csv"
+    file.write_text("a,b,label\n" + "1e37,-1e37,ant\n-1e37,1e37,bee\n" * 9)
+    with pytest.raises(Problem, match="the newcomer 'mercy' could not train"):
+        perfed.personalise(run, file, "ditto", rounds=3, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_training_is_not_touched(run, tmp_path):

@@ -392,6 +392,31 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+FIXED = """
+import torch
+from torch import nn
+
+def make(shape, classes):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Flatten(), nn.Linear(shape[-1] * shape[-2], classes))
+"""
+
+
+def test_a_network_that_ignores_the_seed_is_named(here):
+    """Of the methods, those whose models must differ at the start; others do not mind."""
+    Path("net.py").write_text(FIXED)
+    words = ["--model", "net.py:make", "--clients", "3", "--rounds", "1", "--epochs", "1"]
+    code, _, err = call("run", "fedavg", "ifca", "pfedmb", *words, "--out", "run", "--json")
+    assert code == 0, err
+    told = " ".join(err.split())
+    for method in ("ifca", "pfedmb"):
+        assert f"{method} begins with several models that must differ" in told
+    assert "fedavg begins" not in told
+    Path("net.py").write_text(FIXED.replace("    torch.manual_seed(3)\n", ""))
+    code, _, err = call("run", "ifca", *words, "--out", "other", "--json")
+    assert "must differ" not in err
+
+
 def test_data_network_and_method_of_the_user(here):
     write_clients(here / "data")
     Path("net.py").write_text(NETWORK)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from perfed import data as sources
-from perfed.cli.options import Json, MethodOfRun, Out, RunFolder, Sets
+from perfed.cli.options import Json, MethodOfRun, Out, Quiet, RunFolder, Sets
 from perfed.cli.output import answer, console_for
 from perfed.core.errors import Problem
-from perfed.training.config import assign, from_dict
+from perfed.training.config import assign, from_dict, refuse_taken
 
 
 def models(
@@ -63,29 +63,46 @@ def predict(
 
 def personalise(
     run: RunFolder,
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A file with one client, a table of several, or a folder with a file for each."),
+    ] = None,
     data: Annotated[str, typer.Option(help="Data set of the new clients; 'folder' for your own files.")] = "folder",
-    data_dir: Annotated[str | None, typer.Option(help="Folder (or table) with the new clients' files.")] = None,
+    data_dir: Annotated[str | None, typer.Option(help="The same as FILE; for another data set, its folder.")] = None,
     method: MethodOfRun = None,
     rounds: Annotated[int, typer.Option(help="Local rounds; nothing is sent.", min=0, max=10_000)] = 1,
     fine_tune: Annotated[int, typer.Option(help="Epochs of fine-tuning after them.", min=0, max=10_000)] = 0,
     sets: Sets = None,
     out: Out = None,
     json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Give clients that never took part a model, from a finished run and their own data."""
-    raw: dict[str, Any] = {"data": {"name": data, **({} if data_dir is None else {"dir": data_dir})}}
+    """Give clients that never took part models, beside the general one and Local: a run folder like any other."""
+    if file is not None and data_dir is not None:
+        raise Problem("the new clients' files are named twice: give FILE or --data-dir")
+    place = data_dir if file is None else str(file)
+    raw: dict[str, Any] = {"data": {"name": data, **({} if place is None else {"dir": place})}}
     for text in sets or []:
         assign(raw, text)
     if set(raw) != {"data"}:
         raise Problem("a newcomer's method has the run's settings: --set takes data.key=value here")
     config = from_dict(raw).data
     sources.check(config)
-    from perfed.api import load  # imports torch
-    from perfed.report.tables import score
-    from perfed.training import newcomers
+    refuse_taken(out)
+    from perfed import api  # imports torch
+    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, remarks, rich_table, score
 
-    opened = load(run)
-    result = newcomers.personalise(opened, method or opened.main, config, rounds, fine_tune, out)
+    opened = api.load(run)
+    name = method or opened.main
+    made = api.personalise(opened, config, name, rounds, fine_tune, out, quiet=quiet)
+    listed = [{"client": client.name, "path": str(client.path), **client.scores} for client in made.clients(name)]
+    if json:
+        answer(json, {"run": str(run), "method": name, "folder": str(made.path), "clients": listed}, ())
+        return
+    console = console_for(json)
+    console.print(rich_table(HEADINGS, lines(made), ON_TERMINAL), soft_wrap=False)
+    for line in remarks(made.summary()):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     accuracy = lambda client: score(client["personal"]["test"]["accuracy"])
-    lines = (f"{client['client']:<20} {accuracy(client):>6}   {client['path']}" for client in result["clients"])
-    answer(json, result, lines)
+    told = [f"{client['client']:<20} {accuracy(client):>6}   {client['path']}" for client in listed]
+    answer(json, None, ["", *told, "", f"report   {made.folder.report}"])

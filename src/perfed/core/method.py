@@ -40,6 +40,7 @@ class Method(ABC):
         category: place in the survey's taxonomy.
         vectorised: False where `local` cannot run under vmap; it then runs client by client.
         mixture: True where clients mix branches, with the weights that `weights(client)` returns.
+        starts: the setting that says how many initial models there are, which must differ or stay equal for ever.
     """
 
     model: Model
@@ -63,6 +64,7 @@ class Method(ABC):
     category: ClassVar[str] = ""
     vectorised: ClassVar[bool] = True
     mixture: ClassVar[bool] = False
+    starts: ClassVar[str] = ""
 
     @classmethod
     def refuse_undeclared(cls) -> None:

@@ -46,7 +46,9 @@ class DataConfig:
     team_order: Literal["dealt", "random", "labels"] = hyper(
         "dealt", "who stand side by side, and so form pfedmt's teams"
     )
-    client_column: str = hyper("client", "column that names the client, in one table for all clients")
+    client_column: str = hyper(
+        "client", "column that names the client, in one table for all clients; '' is none: the file is one client"
+    )
     label_column: str = hyper("label", "column that holds the label, in CSV files")
     labels: str = hyper("", "own files: what labels are called in place of what is written: yes=1,no=0")
     channels: Literal["auto", "first", "last"] = hyper(

@@ -96,6 +96,15 @@ def read_csv(path: Path, config: DataConfig, several: bool) -> tuple[list[Table]
     return [make(name, rows) for name, rows in rows_of], left_out
 
 
+def has_column(path: Path, name: str) -> bool:
+    """Return True if the first line of a CSV file names a column."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return name in [cell.strip() for cell in next(csv.reader(file), [])]
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return True  # reading it says what is wrong
+
+
 def is_index(name: str, cells: Sequence[str]) -> bool:
     """Return True if a column is the index that pandas writes beside the data: without a name, it counts the rows.
 

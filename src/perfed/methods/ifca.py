@@ -24,6 +24,7 @@ class IFCA(Method):
 
     evaluates = "assembled"
     category = "personalised models: clustering"
+    starts = "clusters"
 
     @property
     def groups(self):

@@ -41,6 +41,7 @@ class PFedMB(Method):
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"
     mixture = True
+    starts = "branches"
 
     def check(self):
         if self.optimizer != "sgd":

@@ -164,14 +164,22 @@ def plain_text(text: str) -> str:
     return visible(text.replace("`", "'").replace("\n", " ").replace("\r", " "))
 
 
+def _of_client(run: Run, method: str, id: int) -> dict[str, Any]:
+    """Return the scores of each of a client's models, its personal one first."""
+    scores = run.result(method)["clients"][id]
+    return {PERSONAL: scores[PERSONAL], **scores}
+
+
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
     name = plain_text(client["name"])
     shown = [run.headline, *run.columns]
-    scores = {entry: run.result(entry)["clients"][id]["personal"]["test"] for entry in run.entries}
+    models = [(entry, model, scores) for entry in run.entries for model, scores in _of_client(run, entry, id).items()]
+    title = lambda entry, model: run.entries[entry].title + ("" if model == PERSONAL else f", {model}")
     rows = [
-        (run.entries[entry].title, *(score(test.get(METRICS[key])) for key in shown)) for entry, test in scores.items()
+        (title(entry, model), *(score(scores["test"].get(METRICS[key])) for key in shown))
+        for entry, model, scores in models
     ]
     shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"
     preparation = preparation_of(run.about, client["name"])

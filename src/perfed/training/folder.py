@@ -15,7 +15,6 @@ Files of a run:
   - clients/<id>/    model.safetensors and card.md (see run.save_models)
   - model.safetensors    only where no client has a folder and all share one model
   - server.safetensors   what the server ends with, for clients that come later
-  - newcomers/<id>/  models of clients that came later
   - result.json      the end: every client's scores, those of the models that are saved; why, where it diverged; what
                      determined it (settings), and the SHA-256 of every file that goes with it
 - report/              table, picture, CSV
@@ -264,7 +263,7 @@ class MethodFolder:
         self.scores_log, self.rounds_log = path / "metrics.jsonl", path / "rounds.jsonl"
         self.times_log = path / "times.jsonl"
         self.checkpoints, self.best = path / "checkpoints", path / "best"
-        self.clients, self.newcomers = path / "clients", path / "newcomers"
+        self.clients = path / "clients"
         self.server_file, self.result_file = path / "server.safetensors", path / "result.json"
         self._result: tuple[int, dict[str, Any]] = 0, {}
 

@@ -3,29 +3,117 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import field
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
+from torch import Tensor
 
 from perfed.core.clients import SPLITS, Clients
-from perfed.core.errors import Problem
-from perfed.core.messages import Down
+from perfed.core.data import Data
+from perfed.core.errors import Problem, nearest
+from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method
-from perfed.core.tree import rows, tree_map
+from perfed.core.tree import tree_map
+from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
-from perfed.data.preparation import Preparation
-from perfed.engines.base import Engine, EvaluationRequest, Job, Request
-from perfed.engines.local import Sequential
-from perfed.training import files
-from perfed.training.folder import model_file, preparation_of, save_models
-from perfed.training.prepare import class_names, class_weights, known_labels, load_clients, make_method
+from perfed.data.table import has_column
+from perfed.engines.base import Engine, Request
+from perfed.training.catalog import Entry
+from perfed.training.engine import make_engine
+from perfed.training.folder import RunFolder, preparation_of
+from perfed.training.prepare import (
+    BASELINE,
+    Experiment,
+    class_names,
+    class_weights,
+    create,
+    known_labels,
+    load_clients,
+    make_method,
+)
 from perfed.training.results import Run
+from perfed.training.train import MethodRun, train
+
+GENERAL = "general"  # the model that a server has for everybody, beside a newcomer's own
 
 
-def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None) -> dict[str, Any]:
-    """Train and save a model for every client of `data`.
+@dataclasses.dataclass(frozen=True)
+class Visit(Experiment):
+    """A run's method met by newcomers, beside Local of their own: an experiment that has a run folder like any other.
+
+    Attributes:
+        run: the finished run that they come to.
+        name: the method whose server they meet.
+    """
+
+    run: Run = field(kw_only=True)
+    name: str = field(kw_only=True)
+
+    @cached_property
+    def class_weights(self) -> tuple[float, ...] | None:
+        """What the run multiplied a sample's loss by, for each class."""
+        return class_weights(self.run.config.run, self.run.about.get("training_labels", ()))
+
+    def method(self, entry: Entry) -> Method:
+        """Return a method with its settings; the one that newcomers meet is `visited`."""
+        count = len(self.run.about["clients"])
+        method = make_method(self.config, entry, self.network, count, class_weights=self.class_weights)
+        if entry.name != self.name or entry.name == BASELINE:
+            return method
+        return visited(method, self.run.folder.method(self.name).server())
+
+
+@contextmanager
+def as_config(data: Any, name: str, settings: dict[str, Any]) -> Iterator[DataConfig]:
+    """Say where newcomers' data are, as a configuration does; a DataFrame is a file for as long as it is read.
+
+    Args:
+        data: a file, a folder, a DataFrame, or already a configuration.
+        name: what the client of a DataFrame is called, where no column names it.
+        settings: settings of the data.
+    """
+    if isinstance(data, DataConfig):
+        yield _of_one_client(data)
+        return
+    known = [setting.name for setting in dataclasses.fields(DataConfig)]
+    for key in settings:
+        if key not in known:
+            raise Problem(f"there is no setting 'data.{key}'{nearest(key, known)}")
+    write = getattr(data, "to_csv", None) or getattr(data, "write_csv", None)  # pandas, polars
+    if write is None:
+        yield _of_one_client(DataConfig(name="folder", dir=str(data), **settings))
+        return
+    if not name or Path(name).name != name:
+        raise Problem(f"a client cannot be called '{name}' here: that is no name of a file")
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.csv"
+        write(path, **({"index": False} if hasattr(data, "to_csv") else {}))
+        yield _of_one_client(DataConfig(name="folder", dir=str(path), **settings))
+
+
+def _of_one_client(data: DataConfig) -> DataConfig:
+    """Return the configuration; where it is one file that names no client, the file is one."""
+    if data.name != "folder" or data.dir is None:
+        return data
+    path = Path(data.dir).expanduser()
+    inside = [path] if path.is_file() else sorted(path.glob("*.csv")) if path.is_dir() else []
+    alone = len(inside) == 1 and not (inside[0].suffix.lower() == ".csv" and has_column(inside[0], data.client_column))
+    return dataclasses.replace(data, client_column="") if alone else data
+
+
+def personalise(
+    run: Run, name: str, data: DataConfig, rounds: int, fine_tune: int, out: Path | None, console: Console
+) -> Path:
+    """Train a model for every client of `data`, and Local beside it, into a run folder of their own.
 
     Args:
         run: a finished run.
@@ -33,36 +121,121 @@ def personalise(run: Run, name: str, data: DataConfig, rounds: int, fine_tune: i
         data: the newcomers' data.
         rounds: how often each newcomer trains as the method's clients do.
         fine_tune: further epochs of plain local training for the models that are saved.
-        out: where models go; None: into the run folder.
+        out: the folder to make; None: a new one in ./runs.
+        console: where progress goes.
 
     Returns:
-        Every newcomer's scores and the place of its model.
+        The folder. Each newcomer has the scores of its own model, of the method's general one (`general`), and of
+        Local's, which trained as long as the run did.
     """
-    result = run.result(name)
+    before = run.result(name)["rounds"]
+    visit = _prepare(run, name, data, fine_tune)
+    visit.method(run.entries[name])  # refuses what has nothing to send to newcomers, before anything is written
+    folder = create(visit, out, newcomers={"run": str(run.path.resolve()), "method": name})
+    try:
+        if name != BASELINE:
+            _visit(MethodRun(visit, run.entries[name], RunFolder(folder), console), before, rounds)
+        train([visit], [folder], console)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # there is no resuming it
+        raise
+    return folder
+
+
+def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
+    """Make the experiment: the run's settings on the newcomers' data, everybody in every round."""
+    data = dataclasses.replace(data, partition=scheme(data), normalise=run.config.data.normalise)
     clients = load_newcomers(run, data)
-    weights = class_weights(run.config.run, run.about.get("training_labels", ()))
-    method = make_method(run.config, run.entries[name], run.network, len(run.about["clients"]), class_weights=weights)
-    method = dataclasses.replace(method, fine_tune=fine_tune)
-    server = run.folder.method(name).server()
-    engine = Sequential(Job(method, clients, seed=run.config.run.seed))
-    down = _for_all(method, server, len(clients))
-    last = result["rounds"] + rounds
-    for round in range(result["rounds"] + 1, last + 1):
-        visit(engine, down, round)
-    (reply,) = engine.evaluate([EvaluationRequest(0, last, range(len(clients)), down, keep=True)])
-    preparation = clients.preparation
-    folder = out or run.folder.method(name).newcomers
-    place = run.folder.files
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        place = files.Folder(out)
-    listed, taken = [], set()
-    for id, scores in enumerate(reply.scores.by_client()):
-        home = folder / files.slug(clients.names[id], taken)
-        form = None if preparation is None else Preparation.of(preparation, clients.names[id])
-        save_models(place, method.model, home, name, rows(reply.models, id), form)
-        listed.append({"client": clients.names[id], "path": str(model_file(home)), **scores})
-    return {"run": str(run.path), "method": name, "models": str(folder), "clients": listed}
+    entry = run.entries[name]
+    settings = run.config.settings(entry) | {"fine_tune": fine_tune}
+    own = {key: value for key, value in run.config.method.items() if key == BASELINE} | {name: settings}
+    names = [BASELINE, *([] if name == BASELINE else [name if entry.shipped else str(entry.file)])]
+    usual = {"participation": 1.0, "dropout": 0.0, "stragglers": 0.0, "patience": 0, "save_round": "last"}
+    usual |= {"engine": "sequential", "device": "cpu", "baseline": True, "save_models": "auto"}
+    config = dataclasses.replace(
+        run.config,
+        methods=tuple(names),
+        method=own,
+        data=data,
+        run=dataclasses.replace(run.config.run, **usual),
+    )
+    return Visit(config, clients, run.network, "cpu", "sequential", clients.notices, run=run, name=name)
+
+
+def _visit(run: MethodRun, before: int, rounds: int) -> None:
+    """Let all newcomers train and be scored; what they would send goes nowhere."""
+    engine = make_engine("sequential", [run.job()], run.config)
+    try:
+        run.begin(engine, 0)
+        federation = run.federation
+        federation.round = before  # which their randomness follows from
+        names, began, cohort = federation.clients.names, time.monotonic(), []
+        for _ in range(rounds):
+            cohort = federation.step(range(len(names)))
+            for refusal in federation.look():
+                why = f"{refusal.tensor}: {refusal.reason}" if refusal.tensor else refusal.reason
+                raise Problem(f"the newcomer '{names[refusal.client]}' could not train: {why}")
+        run.judge(federation.evaluate(run.saver(True), run.config.scores != "none"))
+        run.tell(cohort, True, time.monotonic() - began, True)
+        run.finish()
+    finally:
+        engine.close()
+
+
+def _general(method: Method, server: Any) -> dict[str, Tensor]:
+    """Return the model that a server has for everybody, if that is a whole one."""
+    try:
+        theta = method.global_model(server)
+    except Problem:
+        return {}
+    return {GENERAL: theta} if theta.shape == method.model.init(method.seed).shape else {}
+
+
+def visited(method: Method, server: Any) -> Method:
+    """Return a method whose server stays as it is, and sends to everybody what it sends to newcomers.
+
+    Args:
+        method: the method.
+        server: its state after a run.
+
+    Returns:
+        The method; its clients' models are scored beside the `general` one, where the server has that.
+    """
+    down = method.newcomer(server)
+    kind: Any = type(method)
+    general = _general(method, server)
+
+    class Visited(kind):
+        @property
+        def exchanges(self) -> int:
+            return 1
+
+        def init_server(self, _clients: int, /) -> Any:
+            return server
+
+        def broadcast(self, _server: Any, ids: Tensor, /) -> Down:
+            return Down(down.shared, tree_map(lambda t: torch.stack([t] * len(ids)), down.own))
+
+        def show(self, server: Any, ids: Tensor, /) -> Down:
+            return self.broadcast(server, ids)
+
+        def aggregate(self, server: Any, _cohort: Cohort, /) -> Any:
+            return server
+
+        def select(self, _server: Any, ids: list[int], /) -> list[int]:
+            return ids
+
+        def extra_traffic(self, _server: Any, /) -> dict[str, int]:
+            return {}
+
+        def notes(self, _server: Any, /) -> dict[str, Any]:
+            return {}
+
+        def models(self, client: Any, down: Down, data: Data) -> dict[str, Tensor]:
+            return general | super().models(client, down, data)
+
+    Visited.__name__ = Visited.__qualname__ = kind.__name__
+    return Visited(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
 
 
 def load_newcomers(run: Run, data: DataConfig) -> Clients:
@@ -70,7 +243,7 @@ def load_newcomers(run: Run, data: DataConfig) -> Clients:
 
     Args:
         run: a finished run, whose statistics and texts they get.
-        data: where the newcomers' data are.
+        data: where the newcomers' data are, to be normalised as the run's are.
     """
     table = len(run.about["shape"]) == 1
     data = dataclasses.replace(data, normalise=run.config.data.normalise if table else "channel")
@@ -129,9 +302,3 @@ def _places(wanted: Sequence[str], known: Sequence[str], what: str) -> list[int]
     if missing:
         raise Problem(f"{what} '{missing[0]}' is not among {', '.join(known)}")
     return [list(known).index(name) for name in wanted]
-
-
-def _for_all(method: Method, server: Any, count: int) -> Down:
-    """Return what newcomers receive: a row for each, all alike."""
-    down = method.newcomer(server)
-    return Down(down.shared, tree_map(lambda t: torch.stack([t] * count), down.own))

@@ -47,14 +47,23 @@ MAJORITY = 0.8  # share of the test samples in one class above which accuracy sa
 
 @dataclass(frozen=True)
 class Experiment:
-    """A checked configuration with its data and its network: everything but the training."""
+    """A checked configuration with its data and its network: everything but the training.
+
+    Attributes:
+        config: every setting, spelled out.
+        clients: their samples, on the device.
+        network: builds the network.
+        device: where the training is.
+        engine: what carries out the rounds.
+        notices: sentences that are said before the training begins.
+    """
 
     config: Config
     clients: Clients
     network: Callable[[], nn.Module]
     device: str
     engine: str
-    notice: str = ""  # what should be known of the network
+    notices: tuple[str, ...] = ()
 
     def method(self, entry: catalog.Entry) -> Method:
         """Return a method with its settings."""
@@ -147,16 +156,35 @@ def prepare(config: Config) -> Experiment:
     data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
-    network, notice = build(model, clients, config.run.precision), ""
+    network, notices = build(model, clients, config.run.precision), clients.notices
     why = unbatchable(network, clients, getattr(torch, config.run.precision)) if engine == "vectorised" else ""
     if why and config.run.engine == engine:
         raise Problem(f"the network cannot be run for many clients at once: {why}; use --engine sequential")
     if why:
-        engine, notice = "sequential", f"clients train one after another, as the network cannot be batched: {why}"
-    experiment = Experiment(config, clients.to(device), network, device, engine, notice)
-    for entry in config.entries():
-        refuse_pointless(faults_of(config.run), entry.name, experiment.method(entry).epochs)
-    return experiment
+        engine, notices = (
+            "sequential",
+            (*notices, f"clients train one after another, as the network cannot be batched: {why}"),
+        )
+    experiment = Experiment(config, clients.to(device), network, device, engine)
+    methods = {entry.name: experiment.method(entry) for entry in config.entries()}
+    for name, method in methods.items():
+        refuse_pointless(faults_of(config.run), name, method.epochs)
+    alike = [name for name, method in methods.items() if _starts_alike(method)]
+    return dataclasses.replace(experiment, notices=(*notices, *map(_about_starts, alike)))
+
+
+def _starts_alike(method: Method) -> bool:
+    """Return True if a method needs models that differ, and two seeds give the same one."""
+    several = bool(method.starts) and getattr(method, method.starts) > 1
+    return several and torch.equal(method.model.init(0), method.model.init(1))
+
+
+def _about_starts(method: str) -> str:
+    """Say what becomes of a method that needs models with different initial weights, where there are none."""
+    return (
+        f"{method} begins with several models that must differ, but this network has the same initial weights for "
+        "every seed: they stay equal for ever (does its function set a seed or load weights?)"
+    )
 
 
 def _refuse_without_scores(run: RunConfig, clients: Clients) -> None:
@@ -189,12 +217,13 @@ def load_clients(data: DataConfig, run_seed: int, known: Mapping[str, Any] | Non
     return clients
 
 
-def create(experiment: Experiment, out: Path | None) -> Path:
+def create(experiment: Experiment, out: Path | None, newcomers: dict[str, str] | None = None) -> Path:
     """Make a new run folder with everything but results.
 
     Args:
         experiment: the run.
         out: the folder; None: a new one in ./runs.
+        newcomers: where its clients are newcomers, the `run` and the `method` that they came to.
 
     Returns:
         The folder.
@@ -204,7 +233,8 @@ def create(experiment: Experiment, out: Path | None) -> Path:
     unique = hashlib.sha256(f"{time.time_ns()}{to_toml(config)}".encode()).hexdigest()[:4]
     folder = RunFolder(out or Path("runs") / f"{name}_{unique}")
     folder.create()
-    folder.write_clients(describe(experiment.clients))
+    came_to = {} if newcomers is None else {"newcomers": newcomers}
+    folder.write_clients(describe(experiment.clients) | came_to)
     folder.write_environment(environment(experiment))
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
     config = _spelled_out(dataclasses.replace(config, run=picked))
@@ -225,6 +255,11 @@ def reopen(
     """
     folder = RunFolder(path)
     begun = folder.begun
+    if begun and (came_to := folder.raw_clients().get("newcomers")):
+        raise Problem(
+            f"'{path}' holds models of newcomers to the run '{came_to['run']}', which are made in one go: there is "
+            "nothing to resume"
+        )
     experiment = prepare(folder.config() if begun else config)
     experiment = change(experiment) if change else experiment
     if begun:

@@ -97,8 +97,7 @@ def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder]
     """Say what whoever begins a run should know of its data and its network; runs that are alike say it once."""
     entries = experiments[0].config.entries()
     if not any(folder.files.has_folder(folder.method(entry.name).path) for folder in folders for entry in entries):
-        of_network = [experiments[0].notice] if experiments[0].notice else []
-        for notice in (*experiments[0].clients.notices, *of_network):
+        for notice in experiments[0].notices:
             console.print(notice, highlight=False, markup=False)
 
 

@@ -69,9 +69,11 @@ def _tables(config: DataConfig) -> tuple[list[Table], list[str]]:
         raise Problem("data set 'folder' needs data.dir: the folder with one .npz or .csv per client, or one .csv file")
     path = Path(config.dir).expanduser()
     if path.is_file():
+        if path.suffix.lower() == ".npz" and not config.client_column:
+            return _read(path), []
         if path.suffix.lower() != ".csv":
             raise Problem(f"data.dir must be a folder or one .csv file, not '{config.dir}'")
-        tables, index = read_csv(path, config, several=False)
+        tables, index = read_csv(path, config, several=not config.client_column)
         return tables, _not_features({path.name: index})
     if not path.is_dir():
         raise Problem(f"data.dir: there is no folder '{config.dir}'")
@@ -90,7 +92,7 @@ def _tables(config: DataConfig) -> tuple[list[Table], list[str]]:
     tables: list[Table] = []
     left_out: dict[str, list[str]] = {}
     for file in texts:
-        more, left_out[file.name] = read_csv(file, config, several=len(texts) > 1)
+        more, left_out[file.name] = read_csv(file, config, several=len(texts) > 1 or not config.client_column)
         tables += more
     return tables, _not_features(left_out)
 
