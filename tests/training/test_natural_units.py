@@ -16,10 +16,8 @@ from perfed import api
 from perfed.cli import main
 from perfed.core.errors import Problem
 from perfed.data import load
-from perfed.data.config import DataConfig
 from perfed.data.preparation import Preparation
 from perfed.training.config import from_dict, place_flags
-from perfed.training.newcomers import personalise
 
 COLUMNS = ["age", "sex", "crp"]
 SETTINGS = {"data": "folder", "rounds": 2, "epochs": 1, "lr": 0.1, "batch_size": 10, "model": "mlr", "baseline": False}
@@ -144,10 +142,13 @@ def test_predict_finds_columns_by_name(run, tmp_path, monkeypatch, capsys):
 
 def test_newcomers_share_the_runs_statistics(run, home, tmp_path):
     write(tmp_path / "oslo.csv", [{"client": "oslo", **line} for line in rows(9)])
-    welcome = lambda: personalise(run, "fedavg", DataConfig(name="folder", dir=str(tmp_path)), 1, 0, tmp_path / "new")
-    (client,) = welcome()["clients"]
-    assert client["personal"]["test"]["accuracy"] > 0.7
-    with safe_open(client["path"], framework="pt") as file:
+    welcome = lambda: perfed.personalise(run, tmp_path, "fedavg", out=tmp_path / "new")
+    made = welcome()
+    (client,) = made.clients()
+    assert client.accuracy > 0.7
+    frame = Frame([{"age": 80.0, "sex": "F", "crp": 200.0}])
+    assert torch.allclose(client.model()(frame), client.logits(frame))
+    with safe_open(client.path, framework="pt") as file:
         kept = Preparation.of(json.loads(file.metadata()["preparation"]))
     assert kept == run.client("graz").preparation
     lacking = [{"client": "oslo", **line} for line in rows(9, known=["crp", "sex"])]  # every site had ages
