@@ -43,6 +43,7 @@ from perfed.training.prepare import (
 from perfed.training.results import Run
 from perfed.training.train import MethodRun, train
 
+HOW_FILES_ARE_READ = ("labels", "label_column", "client_column", "channels")
 GENERAL = "general"  # the model that a server has for everybody, beside a newcomer's own
 
 
@@ -82,7 +83,7 @@ def as_config(data: Any, name: str, settings: dict[str, Any]) -> Iterator[DataCo
         settings: settings of the data.
     """
     if isinstance(data, DataConfig):
-        yield _of_one_client(data)
+        yield data
         return
     known = [setting.name for setting in dataclasses.fields(DataConfig)]
     for key in settings:
@@ -90,14 +91,22 @@ def as_config(data: Any, name: str, settings: dict[str, Any]) -> Iterator[DataCo
             raise Problem(f"there is no setting 'data.{key}'{nearest(key, known)}")
     write = getattr(data, "to_csv", None) or getattr(data, "write_csv", None)  # pandas, polars
     if write is None:
-        yield _of_one_client(DataConfig(name="folder", dir=str(data), **settings))
+        yield DataConfig(name="folder", dir=str(data), **settings)
         return
     if not name or Path(name).name != name:
         raise Problem(f"a client cannot be called '{name}' here: that is no name of a file")
     with TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.csv"
         write(path, **({"index": False} if hasattr(data, "to_csv") else {}))
-        yield _of_one_client(DataConfig(name="folder", dir=str(path), **settings))
+        yield DataConfig(name="folder", dir=str(path), **settings)
+
+
+def _as_the_run_reads(data: DataConfig, run: DataConfig) -> DataConfig:
+    """Return the configuration; what it leaves open of how files are read is as in the run."""
+    usual = DataConfig()
+    open_still = [key for key in HOW_FILES_ARE_READ if getattr(data, key) == getattr(usual, key)]
+    data = dataclasses.replace(data, **{key: getattr(run, key) for key in open_still})
+    return _of_one_client(dataclasses.replace(data, partition=scheme(data), normalise=run.normalise))
 
 
 def _of_one_client(data: DataConfig) -> DataConfig:
@@ -144,7 +153,7 @@ def personalise(
 
 def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
     """Make the experiment: the run's settings on the newcomers' data, everybody in every round."""
-    data = dataclasses.replace(data, partition=scheme(data), normalise=run.config.data.normalise)
+    data = _as_the_run_reads(data, run.config.data)
     clients = load_newcomers(run, data)
     entry = run.entries[name]
     settings = run.config.settings(entry) | {"fine_tune": fine_tune}
