@@ -90,7 +90,7 @@ def personalise(
     sources.check(config)
     refuse_taken(out)
     from perfed import api  # imports torch
-    from perfed.report.tables import HEADINGS, ON_TERMINAL, lines, remarks, rich_table, score
+    from perfed.report.tables import headings, lines, on_terminal, remarks, rich_table, score
 
     opened = api.load(run)
     name = method or opened.main
@@ -100,7 +100,7 @@ def personalise(
         answer(json, {"run": str(run), "method": name, "folder": str(made.path), "clients": listed}, ())
         return
     console = console_for(json)
-    console.print(rich_table(HEADINGS, lines(made), ON_TERMINAL), soft_wrap=False)
+    console.print(rich_table(headings(made), lines(made), on_terminal(made)), soft_wrap=False)
     for line in remarks(made.summary()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     accuracy = lambda client: score(client["personal"]["test"]["accuracy"])

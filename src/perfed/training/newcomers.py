@@ -214,6 +214,7 @@ def visited(method: Method, server: Any) -> Method:
     kind: Any = type(method)
     general = _general(method, server)
 
+    @dataclasses.dataclass(frozen=True)
     class Visited(kind):
         @property
         def exchanges(self) -> int:
