@@ -322,7 +322,9 @@ class Mistaken(FedAvg):
         return client, Up(mean=data.fold(self.step, down.shared))
 
 
-@pytest.mark.parametrize(("kind", "error", "words"), [(Curious, Problem, "over a tensor"), (Mistaken, KeyError, "mine")])
+@pytest.mark.parametrize(
+    ("kind", "error", "words"), [(Curious, Problem, "over a tensor"), (Mistaken, KeyError, "mine")]
+)
 def test_errors_of_ones_own_code_come_out_as_they_are(kind, error, words):
     notices = []
     method = kind(Model(toy.plain_net, dtype=torch.float64), epochs=1)
