@@ -96,13 +96,19 @@ def read_csv(path: Path, config: DataConfig, several: bool) -> tuple[list[Table]
     return [make(name, rows) for name, rows in rows_of], left_out
 
 
-def has_column(path: Path, name: str) -> bool:
-    """Return True if the first line of a CSV file names a column."""
+def is_one_client(config: DataConfig) -> bool:
+    """Return True if the user's own data are one file, and no column of it names clients."""
+    if config.name != "folder" or config.dir is None:
+        return False
+    path = Path(config.dir).expanduser()
+    files = [path] if path.is_file() else sorted(path.glob("*.csv")) if path.is_dir() else []
+    if len(files) != 1 or files[0].suffix.lower() != ".csv":
+        return len(files) == 1
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return name in [cell.strip() for cell in next(csv.reader(file), [])]
+        with files[0].open(newline="", encoding="utf-8-sig") as file:
+            return config.client_column not in [cell.strip() for cell in next(csv.reader(file), [])]
     except (OSError, UnicodeDecodeError, csv.Error):
-        return True  # reading it says what is wrong
+        return False  # reading it says what is wrong
 
 
 def is_index(name: str, cells: Sequence[str]) -> bool:

@@ -25,7 +25,7 @@ from perfed.core.method import Method
 from perfed.core.tree import tree_map
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
-from perfed.data.table import has_column
+from perfed.data.table import is_one_client
 from perfed.engines.base import Engine, Request
 from perfed.training.catalog import Entry
 from perfed.training.engine import make_engine
@@ -106,17 +106,8 @@ def _as_the_run_reads(data: DataConfig, run: DataConfig) -> DataConfig:
     usual = DataConfig()
     open_still = [key for key in HOW_FILES_ARE_READ if getattr(data, key) == getattr(usual, key)]
     data = dataclasses.replace(data, **{key: getattr(run, key) for key in open_still})
-    return _of_one_client(dataclasses.replace(data, partition=scheme(data), normalise=run.normalise))
-
-
-def _of_one_client(data: DataConfig) -> DataConfig:
-    """Return the configuration; where it is one file that names no client, the file is one."""
-    if data.name != "folder" or data.dir is None:
-        return data
-    path = Path(data.dir).expanduser()
-    inside = [path] if path.is_file() else sorted(path.glob("*.csv")) if path.is_dir() else []
-    alone = len(inside) == 1 and not (inside[0].suffix.lower() == ".csv" and has_column(inside[0], data.client_column))
-    return dataclasses.replace(data, client_column="") if alone else data
+    data = dataclasses.replace(data, partition=scheme(data), normalise=run.normalise)
+    return dataclasses.replace(data, client_column="") if is_one_client(data) else data
 
 
 def personalise(
