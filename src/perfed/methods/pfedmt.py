@@ -25,17 +25,13 @@ from perfed.core.random import SELECT, derive, shuffle
 
 @dataclass(frozen=True)
 class PFedMT(Method):
-    teams: int = hyper(
-        2, "number of teams M; client i of N is in team i M // N (see data.team_order)", at_least=1, at_most=1_000_000
-    )
+    teams: int = hyper(2, "number of teams M; client i of N is in team i M // N (see data.team_order)", at_least=1)
     lam: float = hyper(0.2, "pull lambda of a device towards its team", at_least=0)
     gamma: float = hyper(0.05, "pull gamma of a team towards the global model", above=0)
     eta: float = hyper(4.0, "team step eta; w keeps 1 - eta (lambda + gamma) of itself", above=0)
     beta: float = hyper(20.0, "global step beta; x keeps 1 - beta gamma of itself", above=0)
     K: int = hyper(2, "team iterations per round, each one exchange", at_least=1, at_most=10_000)
-    L: int = hyper(
-        0, "local steps per team iteration; 0: all batches of `epochs` epochs", at_least=0, at_most=1_000_000
-    )
+    L: int = hyper(0, "local steps per team iteration; 0: those of `epochs` epochs", at_least=0, at_most=1_000_000)
     weights: Literal["uniform", "samples"] = hyper("uniform", "weights of devices in a team, and of teams")
     team_share: float = hyper(1.0, "share of the teams that take part in a round", above=0, at_most=1)
 
