@@ -27,7 +27,7 @@ from perfed.core.tree import send
 
 @dataclass(frozen=True)
 class FedFomo(Method):
-    downloads: int = hyper(3, "models of others downloaded per round, M; capped by their number", at_least=1)
+    downloads: int = hyper(3, "models of others downloaded per round, M; or all", at_least=1, at_most=1_000_000_000)
     epsilon: float = hyper(0.3, "chance that a download is random, not the most preferred", at_least=0, at_most=1)
     decay: float = hyper(0.05, "what epsilon loses per round", at_least=0, at_most=1)
     base: Literal["trained", "begun"] = hyper("trained", "base: last but one trained model, or where it began")

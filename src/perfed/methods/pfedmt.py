@@ -25,7 +25,7 @@ from perfed.core.random import SELECT, derive, shuffle
 
 @dataclass(frozen=True)
 class PFedMT(Method):
-    teams: int = hyper(2, "number of teams M; client i of N is in team i M // N (see data.team_order)", at_least=1)
+    teams: int = hyper(2, "teams M; client i of N is in team i M // N (data.team_order)", at_least=1, at_most=1_000_000)
     lam: float = hyper(0.2, "pull lambda of a device towards its team", at_least=0)
     gamma: float = hyper(0.05, "pull gamma of a team towards the global model", above=0)
     eta: float = hyper(4.0, "team step eta; w keeps 1 - eta (lambda + gamma) of itself", above=0)
