@@ -520,7 +520,7 @@ def test_what_is_not_a_trials_own_failure_ends_the_search(tmp_path, monkeypatch)
     tune.tune(task, QUIET)
     (log,) = tmp_path.glob("a/*0_0001*/seed_0/fedavg/metrics.jsonl")
     log.unlink()
-    with pytest.raises(Problem, match="has no scores: the run's log is missing or empty"):
+    with pytest.raises(Problem, match=r"fedavg/metrics.jsonl' is missing, and result.json says that it was written"):
         tune.tune(task, QUIET)
     for folder, name, error in (("b", "train", Problem("another process is working in 'x'")),
                                 ("c", "reopen", Problem("cannot write 'x': No space left on device")),

@@ -44,7 +44,7 @@ def use(run):
         lambda: load().folder.method("mine").seconds(),
         lambda: load().folder.method("mine").server(),
         lambda: load().folder.environment(),
-        lambda: personalise(load(), "local", load().config.data, 1, 0, None),
+        lambda: personalise(load(), "local", load().config.data, 1, 0, None, QUIET),
     ]
     refused = []
     for do in doings:

@@ -153,6 +153,11 @@ def check_engines(entry: Entry, network: str, engine: str) -> None:
     compare(play(ENGINES[engine](make(), toy_clients())), reference(make()), f"{engine} ({network} network)")
 
 
+def _fail(notice: str) -> None:
+    """Let a check fail with what an engine has to say: that it ran something else than was asked for."""
+    raise AssertionError(notice)
+
+
 def check_compiled(
     entry: Entry, backend: str = "aot_eager", networks: tuple[str, ...] = ("norm",), twice: bool = False
 ) -> None:
@@ -169,7 +174,7 @@ def check_compiled(
         if not make().vectorised:
             return
         for method in (make(epochs=1), make(epochs=1, lr=0.02, weight_decay=0.0))[: 1 + twice]:
-            engine = Vectorised(Job(method, toy_clients(), seed=5), compile=backend, sizes=(3,))
+            engine = Vectorised(Job(method, toy_clients(), seed=5), compile=backend, sizes=(3,), notice=_fail)
             expected = play(Sequential(Job(method, toy_clients(), seed=5)), COHORTS[:2])
             compare(play(engine, COHORTS[:2]), expected, f"compiled by {backend}")
 

@@ -37,7 +37,8 @@ class Norm(nn.Module):
         per_sample = x[0, 0].numel()
         if not self.weighted and x.shape[0] * per_sample > 1:
             # cuDNN wants a gradient in the layout of x, which vmap cannot give; in three dimensions there is only one.
-            rows = x.flatten(2) if x.dim() > 3 and is_functorch_wrapped_tensor(x) else x
+            batched = torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x)
+            rows = x.flatten(2) if x.dim() > 3 and batched else x
             statistics, affine = (self.running_mean, self.running_var), (self.weight, self.bias)
             return F.batch_norm(rows, *statistics, *affine, True, self.momentum, self.eps).view(x.shape)
         # By hand: weights, or a single value per channel (which PyTorch refuses: a client with one sample trains).

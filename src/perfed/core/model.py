@@ -305,10 +305,11 @@ class Model:
         return out, theta
 
     def _run(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any], key: Tensor | None) -> Any:
+        if torch.compiler.is_compiling():  # a compiler cannot follow what comes next
+            return self._call(mode, parts, x, options)
         # A network is watched once in each mode: those that call no such function run without the cost of watching.
         batched = any(map(is_functorch_wrapped_tensor, (x, *parts.values())))
-        watch = self._calls.get((mode, batched), True) and not torch.compiler.is_compiling()
-        if not watch or (mode == "eval" and not batched):
+        if not self._calls.get((mode, batched), True) or (mode == "eval" and not batched):
             return self._call(mode, parts, x, options)  # an evaluation of one client is PyTorch's own
         with Alike(key, mode != "eval", self._draw) as functions:
             out = self._call(mode, parts, x, options)
