@@ -113,5 +113,5 @@ def load_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise Problem(f"'{path}' cannot be loaded: {type(error).__name__}: {error}") from error
+        raise Problem(f"'{path}' cannot be loaded: {type(error).__name__}: {str(error)[:300]}") from error
     return module

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 
 import pytest
+import torch
 from rich.console import Console
 from tiny import QUIET, contents, copied, make
 
@@ -105,6 +107,7 @@ def test_a_checkpoint_of_a_round_that_will_never_be(stopped):
 
 # ---------------------------------------------------------------------- other settings
 
+NEW = ("settings", "sha256", "seal")  # in results, since version 0.2
 CHANGES = {
     "run.rounds 4 -> 9": ("^rounds = 4", "rounds = 9"),
     "mine.lr 0.01 -> 0.5": ("^lr = 0.01", "lr = 0.5"),
@@ -207,7 +210,7 @@ def test_changes_come_one_after_another(stopped, monkeypatch):
 def test_a_run_of_an_older_perfed_says_how_many_rounds_it_had(finished):
     for name in ("local", "mine"):
         path = finished / name / "result.json"
-        result = {key: value for key, value in json.loads(path.read_text()).items() if key not in ("settings", "seal")}
+        result = {key: value for key, value in json.loads(path.read_text()).items() if key not in NEW}
         path.write_text(json.dumps(result))
     api.resume(finished, QUIET)
     edit(finished, "^rounds = 4", "rounds = 5")
@@ -216,6 +219,25 @@ def test_a_run_of_an_older_perfed_says_how_many_rounds_it_had(finished):
 
 
 # ---------------------------------------------------------------------- damage
+
+
+def test_a_result_without_its_checksum(finished):
+    """What has checksums of files has one of its own."""
+    path = finished / "mine" / "result.json"
+    result = json.loads(path.read_text())
+    del result["seal"]
+    path.write_text(json.dumps(result))
+    with pytest.raises(Problem, match=r"mine/result.json' is damaged: its checksum does not fit"):
+        perfed.load(finished).clients("mine")
+
+
+def test_a_line_without_end(stopped):
+    log = stopped / "local" / "times.jsonl"
+    os.truncate(log, 2**27)
+    with pytest.raises(Problem, match=r"local/times.jsonl', line 5, is damaged: it is longer than 67,108,864 bytes"):
+        RunFolder(stopped).method("local").seconds()
+    assert RunFolder(stopped).files.size(log) == 2**27
+
 
 LATER = "mine/clients/a/model.safetensors"
 CHECKED = (LATER, "local/clients/b/model.safetensors", "mine/server.safetensors", "mine/metrics.jsonl", "clients.json")
@@ -313,6 +335,8 @@ WRONG = {
     "a log's length as text": lambda tree: tree["logs"].update({"rounds.jsonl": "9"}),
     "a log's length below 0": lambda tree: tree["logs"].update({"rounds.jsonl": -9}),
     "settings as text": lambda tree: tree.update(settings="none"),
+    "a tensor among settings": lambda tree: tree["settings"].update({"run.rounds": torch.zeros(3)}),
+    "a round without changes": lambda tree: tree.update(changes=[{"round": 1}]),
     "changes as text": lambda tree: tree.update(changes="none"),
 }
 
@@ -339,7 +363,7 @@ def test_a_result_of_an_older_perfed_that_is_none(finished, wrong):
     """Nothing vouches for it: what it must look like is known all the same."""
     path = finished / "mine" / "result.json"
     result = json.loads(path.read_text())
-    del result["seal"]
+    del result["seal"], result["sha256"]
     path.write_text(json.dumps(result | wrong if wrong and isinstance(wrong, dict) else wrong))
     for do in (lambda: api.resume(finished, QUIET), lambda: perfed.load(finished).clients("mine")):
         with pytest.raises(Problem, match=r"mine/result.json' is damaged"):

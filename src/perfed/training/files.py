@@ -28,6 +28,7 @@ from perfed.core.errors import Problem
 from perfed.engines.trees import pack, unpack
 
 MOST = 2**30  # bytes of a file that is read whole: what is larger is nothing that perfed has written
+LONGEST = 2**26  # bytes of a line of a log
 PIECE = 2**20  # bytes that are read at once where a file is only looked through
 
 
@@ -188,8 +189,10 @@ class Folder:
         """
         lines = []
         with contextlib.suppress(FileNotFoundError), self.open(path) as file:
-            for number, content in enumerate(file, 1):
+            for number, content in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
                 where = f"'{path}', line {number},"
+                if len(content) == LONGEST:
+                    raise Problem(f"{where} is damaged: it is longer than {LONGEST:,} bytes")
                 lines.append(parse_json(_decoded(content, where), where))
                 refuse_form(lines[-1], form, where)
         return lines

@@ -80,4 +80,4 @@ def outdated(result: dict[str, Any], config: Config, entry: catalog.Entry, clien
 
 def in_words(change: Change) -> str:
     """Say what is not as it was, with the names of settings."""
-    return ", ".join(f"{key} {shown(old)} -> {shown(new)}" for key, (old, new) in change.items())
+    return ", ".join(f"{key} {' -> '.join(map(shown, values))}" for key, values in change.items())

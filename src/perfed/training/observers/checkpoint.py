@@ -21,14 +21,14 @@ from perfed.core.tree import flatten, tree_map
 from perfed.federation.federation import Federation
 from perfed.federation.traffic import Traffic
 from perfed.training.files import Folder, refuse_form
-from perfed.training.folder import BYTES, MethodFolder
+from perfed.training.folder import BYTES, SETTINGS, MethodFolder
 from perfed.training.observers import Round
 from perfed.training.observers.log import MetricsLog
 
 KEPT = 2
 ROWS = ".rows"
 FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs": {str: int}}
-FORM |= {"strikes?": int, "digests?": {str: str}, "settings?": dict, "changes?": [dict]}
+FORM |= SETTINGS | {"strikes?": int, "digests?": {str: str}}
 
 
 class Checkpoints:
