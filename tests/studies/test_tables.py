@@ -327,7 +327,9 @@ def test_a_small_table_is_run_once_and_read_back(tmp_path, monkeypatch, capsys):
         {k: v for k, v in line.items() if k != "plain"} for line in out["lines"]
     ]
 
-    monkeypatch.setattr("perfed.training.prepare.train", lambda *_: pytest.fail("a finished cell was run again"))
+    monkeypatch.setattr(
+        "perfed.studies.papers.carry_out.train", lambda *_, **__: pytest.fail("a finished cell was run again")
+    )
     again = json.loads(call(*words, "--json").out)
     assert [line["value"] for line in again["lines"]] == [line["value"] for line in out["lines"]]
     shown = call("pgfed-1", "--quick", "--methods", "local,pgfed,apfl", "--seeds", "1", "--only-report", *TINY).out

@@ -44,7 +44,7 @@ def use(run):
         lambda: load().folder.method("mine").seconds(),
         lambda: load().folder.method("mine").server(),
         lambda: load().folder.environment(),
-        lambda: personalise(load(), "local", load().config.data, 1, 0, None, QUIET),
+        lambda: personalise(load(), "local", load().config.data, 1, 0, run.with_name(f"{run.name}_joined"), QUIET),
     ]
     refused = []
     for do in doings:

@@ -364,19 +364,23 @@ def load_tree(path: Path) -> Any:
     return Folder(path.parent).load_tree(path)
 
 
-def json_text(value: dict[str, Any]) -> str:
-    """Write JSON: a line for each key, and for each element where a value is a list of objects.
+def json_text(value: dict[str, Any]) -> Iterator[bytes]:
+    """Yield JSON, piece by piece: a line for each key, and for each element where a value is a list of objects.
 
     Not with json's own indentation: that is written in Python, which takes long where there are very many clients.
     """
-
-    def lines(item: Any) -> str:
+    text = lambda item: json.dumps(item, sort_keys=True).encode()
+    yield b"{\n "
+    for number, key in enumerate(sorted(value)):
+        item = value[key]
+        yield b",\n " * (number > 0) + text(key) + b": "
         if isinstance(item, list) and any(isinstance(element, dict) for element in item):
-            return "[\n  " + ",\n  ".join(map(text, item)) + "\n ]"
-        return text(item)
-
-    text = lambda item: json.dumps(item, sort_keys=True)
-    return "{\n " + ",\n ".join(f"{text(key)}: {lines(value[key])}" for key in sorted(value)) + "\n}\n"
+            for place, element in enumerate(item):
+                yield (b",\n  " if place else b"[\n  ") + text(element)
+            yield b"\n ]"
+        else:
+            yield text(item)
+    yield b"\n}\n"
 
 
 def parse_json(text: str, where: str) -> Any:

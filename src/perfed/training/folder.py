@@ -300,14 +300,14 @@ class MethodFolder:
         """Write what the training ends with."""
         self.files.write(self.result_file, files.json_text(sealed(result)))
 
-    def result_of(self, paths: Iterable[Path]) -> str:
+    def result_of(self, paths: Iterable[Path]) -> bytes:
         """Return the text of the result, with the checksums of these files alone, for whoever has no others."""
         result = self.result()
         if "sha256" not in result:  # an older perfed wrote none
-            return self.files.text(self.result_file)
+            return self.files.read(self.result_file)
         names = {self.name_of(path) for path in paths}
         known = {name: digest for name, digest in result["sha256"].items() if name in names}
-        return files.json_text(sealed(result | {"sha256": known}))
+        return b"".join(files.json_text(sealed(result | {"sha256": known})))
 
     def name_of(self, path: Path) -> str:
         """Return the name by which a result knows a file of the run."""
@@ -406,12 +406,14 @@ SEAL = "seal"  # the key in result.json of the checksum of all the others
 
 def seal(result: dict[str, Any]) -> str:
     """Return the SHA-256 of a result, whatever way it is written down."""
-    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
+    total = hashlib.sha256()
+    for piece in files.json_text(result):
+        total.update(piece)
+    return total.hexdigest()
 
 
 def sealed(result: dict[str, Any]) -> dict[str, Any]:
     """Return a result with its checksum."""
-    result = json.loads(json.dumps(result))  # as it will be read
     return result | {SEAL: seal(result)}
 
 

@@ -61,7 +61,7 @@ def _contents(cell: Cell) -> Iterator[tuple[Path, bytes]]:
         if path == run.config_file:
             content = _without_data_folder(content)
         if path == training.result_file:
-            content = training.result_of(paths).encode()
+            content = training.result_of(paths)
         yield path, content
     server = training.server_file
     if cell.seed == 0 and server.is_file() and issubclass(catalog.find(cell.method).load(), PGFed):
