@@ -40,7 +40,8 @@ class Norm(nn.Module):
             batched = torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x)
             rows = x.flatten(2) if x.dim() > 3 and batched else x
             statistics, affine = (self.running_mean, self.running_var), (self.weight, self.bias)
-            return F.batch_norm(rows, *statistics, *affine, True, self.momentum, self.eps).view(x.shape)
+            out = F.batch_norm(rows, *statistics, *affine, True, self.momentum, self.eps)
+            return out if rows is x else out.view(x.shape)
         # By hand: weights, or a single value per channel (which PyTorch refuses: a client with one sample trains).
         weight = self.samples if self.weighted else torch.ones_like(x[:, 0].reshape(x.shape[0], -1)[:, 0])
         channel, dims = _per_channel(x), (0, *range(2, x.dim()))
