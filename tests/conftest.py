@@ -32,6 +32,15 @@ def norm_model():
 
 
 @pytest.fixture
+def full_precision():
+    """Without TF32, whose products differ from float32's in the fourth digit."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.fixture
 def within_arguments():
     """No kernel may look outside its arguments: a GPU says so at best, the interpreter never."""
     if torch.cuda.is_available():  # they are compiled: `compute-sanitizer` does it there

@@ -34,15 +34,6 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="recorded 
 Recorded = functools.partial(Vectorised, fast=True)
 
 
-@pytest.fixture
-def full_precision():
-    """Without TF32, whose products differ from float32's in the fourth digit."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
 def here(tree):
     """The same on the CPU."""
     return tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, tree)

@@ -36,15 +36,6 @@ def play(engine, animal, data, device, dtype, **changed):
     return tree_map(here, outcome.server), outcome.scores, method.model.init(0).cpu()
 
 
-@pytest.fixture
-def full_precision():
-    """Without TF32, whose products differ from float32's in the fourth digit."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", IN_DOUBLE)
 def test_recorded_on_a_gpu_equals_the_reference(name):

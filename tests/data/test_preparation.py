@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from perfed.core.errors import Problem
-from perfed.data import load
+from perfed.data import load, normalise
 from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
+from perfed.data.pool import Pool
 from perfed.data.preparation import Preparation, join, sums, words
 from perfed.data.records import Records, from_frame, numbers_alone, read_cells
 
@@ -238,6 +239,16 @@ def test_who_is_normalised_where_nobody_says():
     assert plain.preparation is None
     scaled = load(DataConfig(name="synthetic", clients=3, synthetic_samples=40, normalise="federated"), 0)
     assert scaled.train.x.std(0, correction=0).tolist() == pytest.approx([1.0] * 60, rel=1e-4)
+
+
+def test_a_shipped_table_is_neither_summed_up_nor_copied(monkeypatch):
+    """With many clients and features, either would cost more than all the rest of the loading."""
+    pool = Pool(np.ones((6, 2), np.float32), np.zeros(6, np.int64), 1)
+    monkeypatch.setattr(normalise, "sums", None)
+    rows = {"a": np.arange(3), "b": np.arange(3, 6)}
+    made, preparation = normalise.normalised(pool, rows, rows, DataConfig(name="synthetic"))
+    assert preparation is None
+    assert np.shares_memory(made.x, pool.x)
 
 
 def test_channels_of_images_over_all_clients(tmp_path):

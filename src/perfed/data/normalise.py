@@ -83,6 +83,8 @@ def _table(
     known: Mapping[str, Any] | None,
 ) -> tuple[Pool, dict[str, Any] | None]:
     texts = pool.texts or (None,) * pool.x.shape[1]
+    if known is None and chosen == "none" and set(texts) == {None} and np.isfinite(pool.x.sum(dtype=np.float64)):
+        return replace(pool, x=pool.x.astype(np.float32, copy=False)), None  # no client has anything to sum up
     sums_of = lambda values, texts: {
         name: sums(Records(values[mine].astype(np.float64), texts)) for name, mine in training.items()
     }
@@ -93,7 +95,7 @@ def _table(
     if known is None:
         values, plain = pool.x, join(sums_of(pool.x, texts), pool.columns, chosen)
         if plain is None:
-            return replace(pool, x=pool.x.astype(np.float32)), None
+            return replace(pool, x=pool.x.astype(np.float32, copy=False)), None
     else:
         shared = Preparation.of(known)
         if shared.named != (pool.columns is not None):
