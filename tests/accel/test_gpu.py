@@ -167,13 +167,13 @@ def test_a_gpu_run_can_be_repeated(name, norm, engine):
 def test_several_runs_in_one_batch(name):
     """Recorded steps with seeds as rows: each run ends as the reference does alone."""
     clients, rates = toy.toy_clients(), {0: 0.05, 3: 0.05, 7: 0.02}
-    engine = Recorded(*(Job(on("cuda", name, "norm", seed=s, lr=lr), clients, seed=s) for s, lr in rates.items()))
+    engine = Recorded(*(Job(on("cuda", name, "norm", lr=lr), clients, seed=s) for s, lr in rates.items()))
     federations = [Federation(engine, run) for run in range(len(rates))]
     for _ in range(2):
         step(federations)
     scores = evaluate(federations, [None] * len(federations))
     for place, (seed, lr) in enumerate(rates.items()):
-        alone = Federation(Sequential(Job(on("cpu", name, "norm", seed=seed, lr=lr), clients, seed=seed)))
+        alone = Federation(Sequential(Job(on("cpu", name, "norm", lr=lr), clients, seed=seed)))
         for _ in range(2):
             alone.step()
         assert checks.difference(here(federations[place].server), alone.server) < 1e-9
@@ -202,9 +202,9 @@ def test_launch_parameters_are_kept(tmp_path, monkeypatch):
 def test_failing_clients_and_all_scores(name):
     ends = []
     for engine, device in ((Sequential, "cpu"), (Recorded, "cuda")):
-        method = on(device, name, "norm", epochs=3, cohort=4)
+        method = on(device, name, "norm", epochs=3)
         federation = Federation(
-            engine(Job(method, toy.toy_clients(), seed=5)), faults=Faults(dropout=0.3, stragglers=0.7)
+            engine(Job(method, toy.toy_clients(), seed=5, cohort=4)), faults=Faults(dropout=0.3, stragglers=0.7)
         )
         for _ in range(4):
             federation.step()

@@ -175,7 +175,7 @@ def test_an_empty_piece():
 
 
 def test_runs_with_models_of_their_own():
-    jobs = [Job(toy.maker(methods()["fedbabu"])(epochs=1, seed=s), toy.toy_clients(), seed=s) for s in (0, 3)]
+    jobs = [Job(toy.maker(methods()["fedbabu"])(epochs=1), toy.toy_clients(), seed=s) for s in (0, 3)]
     engine = Vectorised(*jobs)
     step([Federation(engine, run) for run in range(2)])
 
@@ -209,15 +209,15 @@ def test_a_result_beyond_the_arguments_that_is_one():
 
 def test_a_batch_of_runs_and_a_run_alone_have_records_of_their_own():
     """The engine records for the clients of all runs, then for one run's."""
-    make = lambda seed: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=1, batch_size=5, seed=seed)
+    make = lambda: FedAvg(Model(toy.plain_net, dtype=torch.float64), epochs=1, batch_size=5)
     tables = [toy.toy_clients((7, 5), seed=seed) for seed in (0, 1)]
-    engine = Vectorised(*(Job(make(seed), clients, seed=seed) for seed, clients in enumerate(tables)), fast=True)
+    engine = Vectorised(*(Job(make(), clients, seed=seed) for seed, clients in enumerate(tables)), fast=True)
     federations = [Federation(engine, run) for run in range(2)]
     step(federations)
     for federation in federations:
         federation.step()
     for seed, federation in enumerate(federations):
-        expected = Federation(Sequential(Job(make(seed), tables[seed], seed=seed)))
+        expected = Federation(Sequential(Job(make(), tables[seed], seed=seed)))
         expected.step()
         expected.step()
         assert checks.difference(federation.server, expected.server) < 1e-9
@@ -287,12 +287,12 @@ def test_kernels_that_fail_are_left_alone(monkeypatch):
 
     monkeypatch.setattr(cohort_layers, "cross_entropy", failing)
     notices = []
-    jobs = [Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4, seed=s), picture_clients(False), s) for s in (0, 3)]
+    jobs = [Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4), picture_clients(False), s) for s in (0, 3)]
     engine = Vectorised(*jobs, fast=True, notice=notices.append)
     federations = [Federation(engine, run) for run in range(2)]
     step(federations)
     for seed, federation in zip((0, 3), federations, strict=True):
-        alone = Federation(Sequential(Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4, seed=seed),
+        alone = Federation(Sequential(Job(FedAvg(Model(small_cnn), epochs=1, batch_size=4),
                                           picture_clients(False), seed)))  # fmt: skip
         alone.step()
         assert checks.difference(federation.server, alone.server) < 1e-5

@@ -8,7 +8,7 @@ from perfed.contract.runner import RULES
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
-from perfed.training.catalog import RUN_SETS, methods
+from perfed.training.catalog import methods
 
 METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
@@ -89,7 +89,7 @@ def test_state_survives_saving(entry):
 def test_every_hyperparameter_matters(entry):
     """Each is shown to change the outcome, alone; or the method refuses to have it changed, in a sentence."""
     shown = dict(settings.evidences(entry))
-    assert set(shown) == set(entry.fields) - set(RUN_SETS)
+    assert set(shown) == set(entry.fields)
     print(entry.name, *(f"{name}: {evidence and evidence.words}" for name, evidence in shown.items()), sep="\n    ")
     assert [name for name, evidence in shown.items() if evidence is None] == []
     refused = {name for name, evidence in shown.items() if evidence and not evidence.matters}

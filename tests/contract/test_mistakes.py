@@ -116,7 +116,7 @@ MISTAKES = {
         "Ditto",
         """
         def init_server(self, clients):
-            return self.model.init(self.seed).repeat(clients, 1)
+            return self.model.init(self.context.seed).repeat(clients, 1)
 
         def broadcast(self, server, ids):
             return Down(own=server)
@@ -157,7 +157,7 @@ MISTAKES = {
         "FedAvg",
         """
         def init_server(self, clients):
-            return {"w": self.model.init(self.seed)}
+            return {"w": self.model.init(self.context.seed)}
 
         def broadcast(self, server, ids):
             return Down(shared=server["w"])
@@ -298,7 +298,7 @@ MISTAKES = {
         "FedAvg",
         """
         def init_server(self, clients):
-            w = self.model.init(self.seed)
+            w = self.model.init(self.context.seed)
             return {"w": w, "last": w.repeat(clients, 1)}
 
         def broadcast(self, server, ids):
@@ -350,7 +350,7 @@ MISTAKES = {
         beta: float = hyper(0.5, "momentum at the server", at_least=0, below=1)
 
         def init_server(self, clients):
-            return {"w": self.model.init(self.seed), "velocity": self.model.zeros()}
+            return {"w": self.model.init(self.context.seed), "velocity": self.model.zeros()}
 
         def broadcast(self, server, ids):
             return Down(shared=server["w"])

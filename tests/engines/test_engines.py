@@ -314,9 +314,11 @@ def test_random_streams():
 
 
 def test_cohorts_follow_seed_and_round_alone(clients):
-    pick = lambda method: [Federation(Sequential(Job(method, clients, seed=4)), round=r).sample() for r in range(20)]
-    cohorts = pick(fedavg(cohort=2))
-    assert cohorts == pick(Local(Model(plain_net, dtype=torch.float64), cohort=2))
+    pick = lambda method: [
+        Federation(Sequential(Job(method, clients, 4, cohort=2)), round=r).sample() for r in range(20)
+    ]
+    cohorts = pick(fedavg())
+    assert cohorts == pick(Local(Model(plain_net, dtype=torch.float64)))
     assert len({tuple(c) for c in cohorts}) > 5
     assert all(c == sorted(set(c)) and len(c) == 2 for c in cohorts)
     assert [cohort_size(20, share) for share in (1.0, 0.25, 0.3, 0.01)] == [20, 5, 6, 1]

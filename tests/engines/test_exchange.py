@@ -27,7 +27,7 @@ ENGINES = {"sequential": Sequential, "workers": Workers, "vectorised": Vectorise
 
 
 def job(kind=Ditto, seed=0):
-    method = kind(Model(toy.plain_net, dtype=torch.float64), lr=0.05, epochs=1, batch_size=5, seed=seed)
+    method = kind(Model(toy.plain_net, dtype=torch.float64), lr=0.05, epochs=1, batch_size=5)
     return Job(method, toy.toy_clients(SIZES), seed=seed)
 
 
@@ -66,7 +66,7 @@ class LaterBad(Ditto):
 
     def local(self, client, down, data):
         state, up = super().local(client, down, data)
-        bad = (data.size == BAD) & (client != self.model.init(self.seed)).any()
+        bad = (data.size == BAD) & (client != self.model.init(self.context.seed)).any()
         return state, Up(torch.where(bad, torch.nan, up.mean))
 
 

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 
 def federation(budget, folder):
-    method = PGFed(Model(plain_net, dtype=torch.float64), lr=0.05, batch_size=5, epochs=1, cohort=3)
+    method = PGFed(Model(plain_net, dtype=torch.float64), lr=0.05, batch_size=5, epochs=1)
     clients = make_clients((9, 5, 12, 7, 4, 6))
-    width = States(replace(method, population=6).init_client()).width
-    return Federation(Sequential(Job(method, clients, folder=folder), memory=(budget * width,)))
+    width = States(method.at(population=6).init_client()).width
+    return Federation(Sequential(Job(method, clients, cohort=3, folder=folder), memory=(budget * width,)))
 
 
 def test_training_and_resuming_are_the_same_when_states_page(tmp_path):
@@ -166,7 +165,7 @@ class Liar(Method):
     evaluates = "global"
 
     def init_server(self, clients):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def local(self, client, down, data):
         return client, Up(mean=self.descend(down.shared, data) - down.shared)
@@ -254,12 +253,12 @@ def test_nothing_around_a_round_waits_for_a_gpu():
 
     Of a method whose server reads means alone; one that reads rows waits once in an exchange.
     """
-    method = SCAFFOLD(Model(plain_net, device="cuda"), cohort=3)
+    method = SCAFFOLD(Model(plain_net, device="cuda"))
     fed = Federation(Sequential(Job(method, make_clients((9, 5, 12)).to("cuda"))))
     for _ in range(2):  # the first use of a kernel may wait
         fed.step()
     fed.begin()
-    request = fed.request(0)
+    request = next(fed.requests())
     (reply,) = fed.engine.exchange([request])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -21,10 +21,10 @@ from perfed.training.catalog import methods
 SIZES = (8, 3, 7, 5)
 
 
-def job(seed=0, clients=None, kind=FedAvg, **changed):
-    settings = {"epochs": 1, "batch_size": 5, "cohort": 2, **changed}
-    method = kind(Model(toy.plain_net, dtype=torch.float64), seed=seed, **settings)
-    return Job(method, clients or toy.toy_clients(SIZES), seed=seed)
+def job(seed=0, clients=None, kind=FedAvg, cohort=2, **changed):
+    settings = {"epochs": 1, "batch_size": 5, **changed}
+    method = kind(Model(toy.plain_net, dtype=torch.float64), **settings)
+    return Job(method, clients or toy.toy_clients(SIZES), seed, cohort)
 
 
 def federations(engine):
@@ -40,7 +40,7 @@ def alone(job, rounds):
 
 @pytest.mark.parametrize(
     ("changed", "name"),
-    [({"epochs": 2}, "epochs"), ({"momentum": 0.5}, "momentum"), ({"cohort": 3}, "cohort"), ({"lam": 2.0}, "lam")],
+    [({"epochs": 2}, "epochs"), ({"momentum": 0.5}, "momentum"), ({"lam": 2.0}, "lam")],
 )
 def test_other_settings_may_not_differ(changed, name):
     with pytest.raises(Problem, match=f"may differ in seed and lr only, not in {name}$"):
@@ -55,8 +55,13 @@ def test_samples_of_other_shapes_are_refused():
 
 
 def test_another_number_of_clients_is_refused():
-    with pytest.raises(Problem, match=r"not in population$"):
+    with pytest.raises(Problem, match=r"need as many clients, and cohorts of one size$"):
         Vectorised(job(0), job(1, toy.toy_clients((8, 3, 7))))
+
+
+def test_another_size_of_cohorts_is_refused():
+    with pytest.raises(Problem, match=r"need as many clients, and cohorts of one size$"):
+        Vectorised(job(0), job(1, cohort=3))
 
 
 @pytest.mark.parametrize("kind", [Sequential, Workers, Vectorised])

@@ -12,7 +12,7 @@ import perfed
 from perfed import api
 from perfed.cli import main
 from perfed.contract import checks
-from perfed.contract.toy import maker, plain_net, toy_clients
+from perfed.contract.toy import job, maker, plain_net, toy_clients
 from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.engines.base import Job, Request
@@ -26,9 +26,9 @@ from perfed.training.catalog import find, methods
 from perfed.training.observers.checkpoint import Checkpoints
 
 ENGINES = {
-    "workers": lambda m, c: Workers(Job(m, c, seed=5), workers=2),
-    "vectorised": lambda m, c: Vectorised(Job(m, c, seed=5)),
-    "vectorised in blocks": lambda m, c: Vectorised(Job(m, c, seed=5), block=2, sizes=(2, 3)),
+    "workers": lambda m, c: Workers(job(m, c), workers=2),
+    "vectorised": lambda m, c: Vectorised(job(m, c)),
+    "vectorised in blocks": lambda m, c: Vectorised(job(m, c), block=2, sizes=(2, 3)),
 }
 IDS = list(range(20))
 FAULTY = Faults(dropout=0.3, stragglers=0.7)
@@ -128,20 +128,20 @@ def test_every_engine_ends_alike_for_all(name, engine):
 
 def check_alike(name, engine, network, **settings):
     make, clients = maker(find(name), network), toy_clients()
-    method = make(epochs=3, cohort=4, **settings)
+    method = make(epochs=3, **settings)
     if engine.startswith("vectorised") and not method.vectorised:
         pytest.skip("not batched")
-    expected = play(Sequential(Job(method, clients, seed=5)))
+    expected = play(Sequential(job(method, clients)))
     checks.compare(play(ENGINES[engine](method, clients)), expected, engine)
-    whole = play(Sequential(Job(method, clients, seed=5)), Faults())
+    whole = play(Sequential(job(method, clients)), Faults())
     assert checks.difference(expected.models, whole.models) > 1e-6
 
 
 def test_recorded_steps_end_alike():
     pytest.importorskip("triton", reason="recorded steps need Triton, which comes for Linux")
-    clients, method = toy_clients((8, 3, 7)), toy(epochs=2, cohort=3)
-    found = play(Vectorised(Job(method, clients, seed=5), fast=True), rounds=2)
-    checks.compare(found, play(Sequential(Job(method, clients, seed=5)), rounds=2), "recorded")
+    clients, method = toy_clients((8, 3, 7)), toy(epochs=2)
+    found = play(Vectorised(job(method, clients), fast=True), rounds=2)
+    checks.compare(found, play(Sequential(job(method, clients)), rounds=2), "recorded")
 
 
 @pytest.mark.parametrize("engine", ["sequential", *ENGINES])
@@ -182,8 +182,8 @@ def test_what_is_shortened_in_proportion():
 def test_who_drops_out_leaves_no_trace_but_its_download():
     """The server ends as if it had chosen the others; who is lost keeps its state."""
     clients, faults = toy_clients(), Faults(dropout=0.4)
-    make = lambda: maker(find("ditto"))(cohort=5)
-    faulty, chosen = (Federation(Sequential(Job(make(), clients, seed=5)), faults=f) for f in (faults, Faults()))
+    make = lambda: maker(find("ditto"))()
+    faulty, chosen = (Federation(Sequential(Job(make(), clients, 5)), faults=f) for f in (faults, Faults()))
     for _ in range(3):
         before = {id: state_of(faulty, id) for id in range(5)}
         ids = faulty.step()
@@ -199,8 +199,7 @@ def test_who_drops_out_leaves_no_trace_but_its_download():
 
 @pytest.mark.parametrize("name", list(methods()))
 def test_a_round_without_answers_changes_nothing(name):
-    method = maker(find(name))(cohort=3)
-    federation = Federation(Sequential(Job(method, toy_clients(), seed=5)))
+    federation = Federation(Sequential(job(maker(find(name))())))
     federation.step()
     server, states, sent = federation.server, dict(federation.engine.states[0]), dataclasses.asdict(federation.traffic)
     federation.faults = Faults(stragglers=1.0, discard=True)
@@ -219,8 +218,8 @@ def test_a_round_without_answers_changes_nothing(name):
 def test_runs_in_one_batch_fail_each_in_its_own_way():
     """Also where of one run nobody answers."""
     faults, clients = Faults(dropout=0.6, stragglers=0.5), toy_clients()
-    make = lambda seed: maker(find("ditto"))(epochs=3, cohort=2, seed=seed)
-    jobs, taken = [Job(make(seed), clients, seed=seed) for seed in (0, 3)], []
+    make = maker(find("ditto"))
+    jobs, taken = [Job(make(epochs=3), clients, seed, cohort=2) for seed in (0, 3)], []
     engine, alone = Vectorised(*jobs), [Federation(Vectorised(job), faults=faults) for job in jobs]
     batched = [Federation(engine, run, faults=faults) for run in range(2)]
     for _ in range(8):

@@ -24,8 +24,8 @@ ENGINES = {"sequential": Sequential, "workers": lambda *a: Workers(*a, workers=2
 
 
 def federation(entry, kind=Sequential, **changed):
-    method = maker(entry)(**{"cohort": 2, **changed})
-    return Federation(kind(Job(method, toy_clients(SIZES), seed=3)))
+    method = maker(entry)(**changed)
+    return Federation(kind(Job(method, toy_clients(SIZES), 3, cohort=2)))
 
 
 @pytest.mark.parametrize("name", list(methods()))
@@ -71,8 +71,8 @@ def test_a_cohort_that_is_named_is_looked_through():
 
 def test_cohorts_are_drawn_from_the_others_alike():
     """Three clients with samples are drawn as three clients without others beside them would be."""
-    method = maker(methods()["fedavg"])(cohort=2)
-    alone = Federation(Sequential(Job(method, toy_clients(tuple(size for size in SIZES if size)), seed=3)))
+    method = maker(methods()["fedavg"])()
+    alone = Federation(Sequential(Job(method, toy_clients(tuple(size for size in SIZES if size)), 3, cohort=2)))
     able = [id for id, size in enumerate(SIZES) if size]
     fed = federation(methods()["fedavg"])
     assert [fed.step() for _ in range(4)] == [[able[place] for place in alone.step()] for _ in range(4)]

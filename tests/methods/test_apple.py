@@ -221,11 +221,11 @@ def test_then_by_the_size_of_p(clients):
         fed.step((3,))
         counts[fed.server["wants"][3]] += 1
     assert counts[1] > 95  # base is 20 or more
-    mild = torch.zeros(N)
+    mild, engine = torch.zeros(N), fed.engine
     for round in range(200):
         fed.engine.states[0][3] = state_of(fed, 3) | {"p": p / 5, "had": torch.ones_like(p)}
         fed.server = start | {"round": torch.tensor(round % 5)}
-        fed.method.__dict__["seed"] = round
+        engine.jobs = [replace(engine.jobs[0], method=engine.method.at(seed=round))]
         fed.step((3,))
         mild[fed.server["wants"][3]] += 1
     assert mild[3] == 0

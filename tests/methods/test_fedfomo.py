@@ -112,8 +112,8 @@ def test_equals_the_reference(build, base, clients):
 @pytest.mark.parametrize("build", [plain_net, norm_net])
 def test_after_a_warmup_equals_the_reference(build, base, clients):
     world = World(build, clients)
-    fed = world.federation(FedFomo, base=base, downloads=2, warmup=2)
-    nets, bases, P = reference(world, play(fed), base, warmup=2)
+    fed = world.federation(FedFomo, base=base, downloads=2, warmup=1)
+    nets, bases, P = reference(world, play(fed), base, warmup=1)
     same(fed.server["preference"], P)
     assert P.count_nonzero() > 4
     for i in range(N):
@@ -286,7 +286,7 @@ def test_epsilon_is_a_share_of_the_downloads_and_decays(clients):
     liked[0, 3] = 1
     server = method.init_server(N) | {"preference": liked, "seen": torch.ones(N, dtype=torch.bool)}
     others = lambda round, seeds: sum(
-        int(replace(method, seed=s).choose(server | {"round": torch.tensor(round)}, torch.tensor([0]))[0, 0] != 3)
+        int(method.at(seed=s).choose(server | {"round": torch.tensor(round)}, torch.tensor([0]))[0, 0] != 3)
         for s in range(seeds)
     )
     assert 0.25 < others(0, 400) / 400 < 0.5  # 0.5 random, a quarter of which hits the favourite

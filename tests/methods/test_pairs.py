@@ -59,14 +59,14 @@ def test_of_very_many_clients_only_what_was_set_takes_room():
 
 
 def federation(kind=PGFed, engine=Sequential, folder=None):
-    method = kind(Model(plain_net, dtype=torch.float64), lr=0.05, epochs=1, mu=0.6, alpha_lr=0.02, cohort=3)
-    return Federation(engine(Job(method, make_clients(), seed=5, folder=folder)))
+    method = kind(Model(plain_net, dtype=torch.float64), lr=0.05, epochs=1, mu=0.6, alpha_lr=0.02)
+    return Federation(engine(Job(method, make_clients(), 5, cohort=3, folder=folder)))
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 @pytest.mark.parametrize("kind", [PGFed, PGFedMo])
 def test_training_with_a_table_is_the_same_to_the_bit(kind, engine, monkeypatch):
-    expected = checks.play(engine(Job(federation(kind).method, make_clients(), seed=5)), COHORTS)
+    expected = checks.play(engine(Job(federation(kind).method, make_clients(), 5, cohort=3)), COHORTS)
     monkeypatch.setattr(pairs, "MATRIX", 0)
     fed = federation(kind, engine)
     found = checks.play(fed.engine, COHORTS, fed)

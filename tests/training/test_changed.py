@@ -65,7 +65,7 @@ def whole_numbers():
                     yield f"{section}.{field.name}", field.metadata["bounds"]
     for entry in catalog.methods().values():
         for field in entry.fields.values():
-            if field.kind is int and field.name not in catalog.RUN_SETS:
+            if field.kind is int:
                 yield f"{entry.name}.{field.name}", field.bounds
 
 
@@ -390,7 +390,7 @@ def test_a_server_is_known_by_its_form(name, clients):
     entry = catalog.find(name)
     short = {key: 2 for key in ("warmup", "head_epochs", "personal_epochs") if key in entry.fields}
     net = norm_net if name == "fedbn" else plain_net
-    method = entry.load()(Model(net), epochs=1, lr=0.01, cohort=3, **short)
+    method = entry.load()(Model(net), epochs=1, lr=0.01, **short)
     federation = Federation(Sequential(Job(method, clients)))
     start = Federation(Sequential(Job(method, clients)))
     for _ in range(4):

@@ -20,7 +20,6 @@ from torch import nn
 
 import perfed
 from perfed.report.tables import clients_csv
-from perfed.training import catalog
 from perfed.training.config import from_dict, place_flags, read_toml
 from perfed.training.prepare import prepare
 
@@ -610,5 +609,5 @@ def test_place_flags_and_the_api_agree(small):
     picked = dataclasses.replace(made.run, device="cpu")  # a run's own file names what `auto` meant
     assert (picked, again.methods) == (again.run, made.methods)
     for entry in made.entries():
-        defaults = {name: f.default for name, f in entry.fields.items() if name not in catalog.RUN_SETS}
+        defaults = {name: f.default for name, f in entry.fields.items()}
         assert again.method[entry.name] == {**defaults, **made.settings(entry)}

@@ -83,7 +83,7 @@ def _of_methods(words: list[str]) -> dict[str, list[tuple[str, str]]]:
             entry = catalog.find(word)
         except (Problem, OSError):  # the value of an option, or a method that does not exist
             continue
-        own = [field for name, field in entry.fields.items() if name not in {*catalog.common(), *catalog.RUN_SETS}]
+        own = [field for name, field in entry.fields.items() if name not in catalog.common()]
         records = [(_option_of(field), _meaning_of(field)) for field in own]
         sections[f"Settings of {entry.name} alone"] = records or [("none", "All that it can be told is below.")]
     return sections

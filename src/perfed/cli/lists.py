@@ -48,7 +48,6 @@ def _details(entry: catalog.Entry) -> dict[str, Any]:
     fields = [
         {"name": name, "type": field.type, "default": field.default, "range": field.range, "meaning": field.meaning}
         for name, field in entry.fields.items()
-        if name not in catalog.RUN_SETS
     ]
     about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
     about |= {"category": entry.category, "evaluates": entry.evaluates, "vectorised": entry.vectorised}

@@ -158,7 +158,7 @@ def split_words(words: list[str]) -> tuple[list[str], dict[str, str]]:
                 known = {*flags(), *catalog.common()}
                 known |= {field for entry in catalog.methods().values() for field in entry.fields}
                 if key not in known:
-                    raise Problem(f"there is no option '--{name}'{nearest(key, known - set(catalog.RUN_SETS))}")
+                    raise Problem(f"there is no option '--{name}'{nearest(key, known)}")
                 raise Problem(f"option '--{name}' needs a value")
         options[key] = value
     return names, options

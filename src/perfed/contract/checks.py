@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.contract.toy import CLASSES, COHORTS, disagreeing_clients, maker, networks, toy_clients
+from perfed.contract.toy import CLASSES, COHORTS, disagreeing_clients, job, maker, networks, toy_clients
 from perfed.core.clients import Clients
 from perfed.core.method import Method
 from perfed.core.tree import leaves
@@ -28,8 +28,6 @@ from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation, evaluate, step
 from perfed.training import files
 from perfed.training.catalog import Entry, methods
-from perfed.wire.base import Transform
-from perfed.wire.identity import Identity
 
 CLOSE = 1e-9
 MakeEngine = Callable[..., Engine]
@@ -116,14 +114,10 @@ def compare(outcome: Outcome, expected: Outcome, title: str, tolerance: float = 
 
 
 ENGINES: dict[str, MakeEngine] = {  # each takes a method, clients, and perhaps what happens to uploads
-    "workers": lambda *job: Workers(_job(*job), workers=2),
-    "vectorised": lambda *job: Vectorised(_job(*job)),
-    "vectorised in blocks": lambda *job: Vectorised(_job(*job), block=2, sizes=(2, 3)),
+    "workers": lambda *about: Workers(job(*about), workers=2),
+    "vectorised": lambda *about: Vectorised(job(*about)),
+    "vectorised in blocks": lambda *about: Vectorised(job(*about), block=2, sizes=(2, 3)),
 }
-
-
-def _job(method: Method, clients: Clients, wire: Transform = Identity()) -> Job:  # noqa: B008 (it has no state)
-    return Job(method, clients, seed=5, wire=wire)
 
 
 def reference(method: Method, clients: Clients | None = None) -> Outcome:
@@ -133,7 +127,7 @@ def reference(method: Method, clients: Clients | None = None) -> Outcome:
         method: an instance.
         clients: whom it is trained with; None: those of the toy federation.
     """
-    return play(Sequential(Job(method, clients or toy_clients(), seed=5)))
+    return play(Sequential(job(method, clients)))
 
 
 # ---------------------------------------------------------------------- the checks
@@ -174,21 +168,21 @@ def check_compiled(
         if not make().vectorised:
             return
         for method in (make(epochs=1), make(epochs=1, lr=0.02, weight_decay=0.0))[: 1 + twice]:
-            engine = Vectorised(Job(method, toy_clients(), seed=5), compile=backend, sizes=(3,), notice=_fail)
-            expected = play(Sequential(Job(method, toy_clients(), seed=5)), COHORTS[:2])
+            engine = Vectorised(job(method), compile=backend, sizes=(3,), notice=_fail)
+            expected = play(Sequential(job(method)), COHORTS[:2])
             compare(play(engine, COHORTS[:2]), expected, f"compiled by {backend}")
 
 
 def check_together(entry: Entry) -> None:
     """Compare runs with different seeds and learning rates, trained in one batch, with each of them alone."""
-    settings: list[dict[str, Any]] = [{"seed": 0}, {"seed": 3}, {"seed": 7, "lr": 0.02}]
+    rates: dict[int, dict[str, Any]] = {0: {}, 3: {}, 7: {"lr": 0.02}}  # by seed
     clients, rounds = toy_clients(), 2
     make = lambda changed: maker(entry, "norm")(epochs=1, **changed)  # each with a Model of its own, as runs have
     if not make({}).vectorised:
         return
-    jobs = lambda: [Job(make(changed), clients, seed=changed["seed"]) for changed in settings]
-    alone, engine = [Federation(Vectorised(job)) for job in jobs()], Vectorised(*jobs())
-    batched = [Federation(engine, run) for run in range(len(settings))]
+    jobs = lambda: [job(make(changed), clients, seed=seed) for seed, changed in rates.items()]
+    alone, engine = [Federation(Vectorised(each)) for each in jobs()], Vectorised(*jobs())
+    batched = [Federation(engine, run) for run in range(len(rates))]
     for _ in range(rounds):
         step(batched)
         for federation in alone:
@@ -201,7 +195,7 @@ def check_together(entry: Entry) -> None:
             "its traffic": (dataclasses.asdict(federation.traffic), dataclasses.asdict(single.traffic)),
         }
         for name, pair in pairs.items():
-            worst, title = difference(*pair), f"the run with seed {federation.method.seed} in a batch of several"
+            worst, title = difference(*pair), f"the run with seed {federation.seed} in a batch of several"
             assert worst <= CLOSE, f"{title} differs in {name} by {worst:.1e} (relative)"
     servers = [leaves(federation.server) for federation in alone]
     assert not servers[0] or difference(servers[0], servers[1]) > 0, "another seed changes nothing"
@@ -211,7 +205,7 @@ def check_saved(entry: Entry) -> None:
     """Check that training goes on unchanged after its state was saved and loaded."""
     make = maker(entry, "norm")
     expected = reference(make())
-    half = Federation(Sequential(Job(make(), toy_clients(), seed=5)))
+    half = Federation(Sequential(job(make())))
     half.step(COHORTS[0])
     with TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
@@ -219,7 +213,7 @@ def check_saved(entry: Entry) -> None:
             path, {"server": half.server, "states": {str(id): state for id, state in states_of(half).items()}}
         )
         loaded = files.load_tree(path)
-    engine = Sequential(Job(make(), toy_clients(), seed=5))
+    engine = Sequential(job(make()))
     rest = Federation(engine, server=loaded["server"], round=1, traffic=half.traffic)
     engine.states[0].update((int(id), state) for id, state in loaded["states"].items())
     compare(play(engine, COHORTS[1:], rest), expected, "a run that was saved and loaded", tolerance=0)
@@ -231,11 +225,11 @@ def disagreeing_accuracy(entry: Entry, network: str, seed: int) -> float:
     Args:
         entry: the method.
         network: plain, norm or conv.
-        seed: of the initial model.
+        seed: of the run.
     """
     clients = disagreeing_clients()
-    train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3, "cohort": len(clients), "seed": seed}
-    outcome = play(Sequential(Job(maker(entry, network)(**train), clients)), [range(len(clients))] * 8)
+    train = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0, "epochs": 3}
+    outcome = play(Sequential(Job(maker(entry, network)(**train), clients, seed)), [range(len(clients))] * 8)
     return float(outcome.scores["personal"]["test"]["accuracy"].mean())
 
 

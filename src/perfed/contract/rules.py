@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from perfed.contract.checks import CLOSE, Outcome, difference, play, reference
-from perfed.contract.toy import COHORTS, SIZES, MakeMethod, maker, networks, toy_clients
+from perfed.contract.toy import COHORTS, SIZES, MakeMethod, job, maker, networks, toy_clients
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Plan
 from perfed.core.errors import Problem
@@ -28,7 +28,7 @@ from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.tree import leaves, tree_map
-from perfed.engines.base import EvaluationRequest, Job, Reply, Training, Work
+from perfed.engines.base import EvaluationRequest, Reply, Training, Work
 from perfed.engines.local import ClientData, Sequential
 from perfed.engines.trees import paths
 from perfed.federation import reduce
@@ -42,7 +42,7 @@ FAINT = 0.01  # scale of inputs whose variances are far below the 1 that BatchNo
 
 def trained(method: Method, clients: Clients | None = None) -> Sequential:
     """Return the sequential engine for a method, and the toy federation's clients or others."""
-    return Sequential(Job(method, clients or toy_clients(), seed=5))
+    return Sequential(job(method, clients))
 
 
 def check_runs(entry: Entry) -> None:
@@ -69,12 +69,20 @@ def check_keeps_nothing(entry: Entry) -> None:
 
     A tensor that is kept under vmap is a wrapper besides, and whatever is kept is lost when a run is resumed.
     """
-    engine = trained(maker(entry, networks(entry)[0])())
+    after: dict[str, str] = {}
+
+    class Watched(Sequential):
+        def _work(self, work: Work) -> Any:
+            results = super()._work(work)
+            after.update(_kept(work.task.method))
+            return results
+
+    engine = Watched(job(maker(entry, networks(entry)[0])()))
     federation, before = Federation(engine), _kept(engine.method)
     for cohort in COHORTS[:2]:
         federation.step(cohort)
     federation.evaluate()
-    after = _kept(engine.method)
+    after |= _kept(engine.method)
     own = [name for name, content in after.items() if content != before.get(name) or content == TENSOR]
     assert not own, (
         f"it keeps {'a tensor' if after[own[0]] == TENSOR else 'something'} in {own[0]}: what a client remembers "
@@ -103,13 +111,9 @@ def _kept(method: Method) -> dict[str, str]:
                 continue
             if any(isinstance(leaf, Tensor) for leaf in leaves(value)):
                 kept[f"{place}.{name}"] = TENSOR
-            elif isinstance(value, bool | int | float | list | dict | set) and not _computed_once(kind, name):
+            elif isinstance(value, bool | int | float | list | dict | set) and name not in kind.computed_once():
                 kept[f"{place}.{name}"] = repr(value)
     return kept
-
-
-def _computed_once(kind: type, name: str) -> bool:
-    return isinstance(getattr(kind, name, None), functools.cached_property)
 
 
 def _copied(tree: Any) -> Any:
@@ -129,7 +133,7 @@ def check_pure(entry: Entry) -> None:
             assert difference(given, before) == 0, f"{name} writes into the state or the message that it is given"
             return results
 
-    federation = Federation(Guard(Job(make(), toy_clients(), seed=5)))
+    federation = Federation(Guard(job(make())))
     for cohort in COHORTS:
         before, server = _copied(federation.server), federation.server
         federation.step(cohort)
@@ -161,7 +165,7 @@ def check_repeatable(entry: Entry) -> None:
     assert difference(first.models, reference(make()).models) == 0, (
         "two equal runs differ: what is random has to come from the batches' key, and nothing from a clock or a global"
     )
-    other = play(Sequential(Job(make(), toy_clients(), seed=6)))
+    other = play(Sequential(job(make(), seed=6)))
     assert difference(first.models, other.models) > 0, "another seed changes nothing"
 
 
@@ -217,14 +221,14 @@ def check_filling(entry: Entry) -> None:
     """Check that rows of weight 0 count nowhere: batches of a block of clients are filled up with them."""
 
     class Filling(Sequential):
-        def _samples(self, run: int, id: int, key: Tensor, done: int | None) -> ClientData:
-            job = self.jobs[run]
-            return Filled(job.clients, id, key, job.method, done)
+        def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:
+            job = self.jobs[work.run]
+            return Filled(job.clients, id, key, job.method, done, work.steps)
 
     make = maker(entry, networks(entry)[0])
     if not make().vectorised:
         return
-    filled = play(Filling(Job(make(), toy_clients(), seed=5)))
+    filled = play(Filling(job(make())))
     expected = reference(make())
     for field in dataclasses.fields(Outcome):
         worst = difference(getattr(filled, field.name), getattr(expected, field.name))
@@ -243,8 +247,7 @@ def check_compartments(entry: Entry) -> None:
     exchanges = []
     for cohort in COHORTS:
         federation.begin(cohort)
-        for exchange in range(federation.method.exchanges):
-            request = federation.request(exchange)
+        for request in federation.requests():
             (reply,) = federation.engine.exchange([request])
             exchanges.append(_Exchange(federation.server, request.down, reply))
             federation.receive(request, reply)
@@ -345,9 +348,9 @@ def _check_moved(make: MakeMethod) -> None:
     method, outcome = make(), reference(make())
     model = method.model
     buffers = model.everything.mask & ~model.weights.mask
-    client = dataclasses.replace(method, population=len(SIZES)).init_client()
-    before = method.init_server(len(SIZES)), client, model.init(method.seed)
-    start = model.init(method.seed)[buffers]
+    client = method.at(population=len(SIZES)).init_client()
+    before = method.init_server(len(SIZES)), client, model.init(method.context.seed)
+    start = model.init(method.context.seed)[buffers]
     assert len(leaves(before)), "a method without any tensors"
     moved = [thetas["personal"][buffers] for thetas in outcome.models.values()]
     assert any(difference(each, start) > 1e-6 for each in moved), "BatchNorm statistics never moved"

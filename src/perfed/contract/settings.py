@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, get_args
 
 from perfed.contract.checks import CLOSE, Outcome, difference, play
-from perfed.contract.toy import COHORTS, maker, networks, toy_clients
+from perfed.contract.toy import COHORTS, job, maker, networks
 from perfed.core.errors import Problem
 from perfed.core.fields import convert
 from perfed.core.method import Method
 from perfed.core.model import Model
-from perfed.engines.base import Job
 from perfed.engines.local import Sequential
-from perfed.training.catalog import RUN_SETS, Entry, Field, common
+from perfed.training.catalog import Entry, Field, common
 
 # Client 0 takes part every time: what it remembers of two rounds ago differs from what it began the last one with.
 LONG = ((0, 2, 3), (0, 1, 4), (0, 2, 3), (0, 1, 3))
@@ -55,8 +54,7 @@ def evidences(entry: Entry) -> Iterator[tuple[str, Evidence | None]]:
     """
     trial = _Trial(entry)
     for name, field in entry.fields.items():
-        if name not in RUN_SETS:
-            yield name, trial.evidence(name, field)
+        yield name, trial.evidence(name, field)
 
 
 class _Trial:
@@ -97,7 +95,7 @@ class _Trial:
             yield Setting(network, LONG, {})
         make = next(iter(self.makes.values()))
         for other, field in self.entry.fields.items():
-            if other != name and other not in (*RUN_SETS, *common()):
+            if other != name and other not in common():
                 for value in self.values(field, getattr(make(), other), make().model):
                     yield Setting(next(iter(self.makes)), LONG, {other: value})
         for changed in ({"optimizer": "adam"}, {"fine_tune": 1}):
@@ -115,8 +113,7 @@ class _Trial:
         values = tuple(getattr(method, name) for name in self.entry.fields)
         key = (setting.network, setting.cohorts, values)
         if key not in self.outcomes:
-            engine = Sequential(Job(method, toy_clients(), seed=5))
-            self.outcomes[key] = play(engine, setting.cohorts)
+            self.outcomes[key] = play(Sequential(job(method)), setting.cohorts)
         return self.outcomes[key]
 
     def differ(self, first: Outcome, second: Outcome) -> bool:

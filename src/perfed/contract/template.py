@@ -25,10 +25,10 @@ class {title}(Method):
     evaluates = "own"  # what `personalise` returns: own, assembled, adapted or global
 
     def init_server(self, clients):  # what the server knows before round 1
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def init_client(self):  # what a client knows before its first round; it never leaves the client
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def broadcast(self, server, ids):  # what goes to the clients of a round
         return Down(shared=server)

@@ -12,14 +12,17 @@ from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.engines.base import Job
 from perfed.training.catalog import Entry
+from perfed.wire.base import Transform
+from perfed.wire.identity import Identity
 
 FEATURES, CLASSES = 6, 3
 SIZES = (23, 7, 41, 3, 12)  # less than a batch, not a multiple of it, and more
 BATCH = 5
 COHORTS = ((0, 2, 3), (1, 2, 4), (0, 1, 3))  # partial participation: everybody once, nobody always
-# Settings under which everything is in use. A method's own rounds begin after `warmup`: the toy has only a few.
-SETTINGS = dict(lr=0.05, momentum=0.5, weight_decay=0.01, epochs=2, batch_size=BATCH, cohort=3, warmup=1)
+# Settings under which everything is in use.
+SETTINGS = dict(lr=0.05, momentum=0.5, weight_decay=0.01, epochs=2, batch_size=BATCH)
 MakeMethod = Callable[..., Method]
 
 
@@ -85,6 +88,18 @@ def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Cl
     return Clients(names, split(samples), split(12), split(30), CLASSES)
 
 
+def job(method: Method, clients: Clients | None = None, wire: Transform = Identity(), seed: int = 5) -> Job:  # noqa: B008 (it has no state)
+    """Return the run that the checks carry out: three clients in a round.
+
+    Args:
+        method: an instance.
+        clients: whom it is trained with; None: those of the toy federation.
+        wire: what happens to uploads on their way.
+        seed: the run's.
+    """
+    return Job(method, clients or toy_clients(), seed, cohort=3, wire=wire)
+
+
 def networks(entry: Entry) -> list[str]:
     """Return the names of the networks to check a method with.
 
@@ -114,7 +129,7 @@ def maker(entry: Entry, network: str = "plain") -> MakeMethod:
     """
     kind, suited = entry.load(), networks(entry)
     model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
-    base = {name: value for name, value in SETTINGS.items() if name in entry.fields}
+    base: dict[str, Any] = SETTINGS | ({kind.warms_up: 1} if kind.warms_up else {})  # the toy has only a few rounds
     try:
         kind(model, **base)
     except Problem:  # a method may refuse momentum; it must then work without

@@ -16,11 +16,11 @@ from torch.func import vmap
 from perfed.contract.checks import CLOSE, ENGINES, compare, difference, play
 from perfed.contract.rules import random_states
 from perfed.contract.runner import Check, Verdict, carried_out
-from perfed.contract.toy import maker, toy_clients
+from perfed.contract.toy import job, maker, toy_clients
 from perfed.core.messages import Up, Uploads
 from perfed.core.random import derive
 from perfed.core.tree import leaves, stack
-from perfed.engines.base import Job, kind_of
+from perfed.engines.base import kind_of
 from perfed.engines.forms import fault, kinds
 from perfed.engines.local import Sequential
 from perfed.training.catalog import methods
@@ -146,7 +146,7 @@ def check_runs(wire: Transform, name: str) -> None:
         name: the method.
     """
     make, clients = maker(methods()[name]), toy_clients()
-    expected = play(Sequential(Job(make(epochs=1), clients, seed=5, wire=wire)))
+    expected = play(Sequential(job(make(epochs=1), clients, wire)))
     for engine, build in ENGINES.items():
         compare(play(build(make(epochs=1), clients, wire)), expected, engine)
 

@@ -6,7 +6,9 @@ that is a plain loop or one batched computation for a block of clients.
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perfed.core.context import HIDDEN
 from perfed.core.random import derive, mix
 from perfed.core.tree import leaves, tree_map
 
@@ -76,12 +79,13 @@ class Data(ABC):
         size: number of training samples, as a tensor: under vmap every client has its own.
         batch_size, epochs: those of the method.
         done: epochs that a straggler finishes, a number or a tensor; None: all of them.
+        usual: steps of a loop that says neither epochs nor steps; None: those of `epochs` epochs.
     """
 
     size: Tensor
 
-    def __init__(self, batch_size: int, epochs: int, done: Any = None):
-        self.batch_size, self.epochs, self.done = batch_size, epochs, done
+    def __init__(self, batch_size: int, epochs: int, done: Any = None, usual: int | None = None):
+        self.batch_size, self.epochs, self.done, self.usual = batch_size, epochs, done, usual
 
     def fold(
         self,
@@ -100,7 +104,7 @@ class Data(ABC):
             step: a method of the class and a pure function of its arguments; a functools.partial may fix the first.
             carry: a tree of tensors that goes from step to step and keeps its form.
             given: a tree of tensors that every step reads.
-            epochs: passes over the training samples; None: those of the method.
+            epochs: passes over the training samples; None: those of the method, or the steps of the round's phase.
             steps: number of steps, in place of epochs.
             draws: batches that each step gets, as a tuple where there are several.
             stream: equal streams have equal batches.
@@ -108,7 +112,7 @@ class Data(ABC):
         Returns:
             The last carry; a client without samples takes no step.
         """
-        check_step(step)
+        step = without_context(step)
         if not all(isinstance(leaf, Tensor) for leaf in leaves((carry, given))):
             raise TypeError("carry and given hold tensors only; constants are fields of the method")
         return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream))
@@ -124,8 +128,7 @@ class Data(ABC):
         Returns:
             A tree as `fn` returns; NaN where the split is empty.
         """
-        check_step(fn)
-        return self._mean(fn, given, split)
+        return self._mean(without_context(fn), given, split)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """Return the number of steps that a fold of so many `epochs` or `steps` takes for this client, as a tensor."""
@@ -136,6 +139,8 @@ class Data(ABC):
         return -(-self.size // self.batch_size) * cut(plan.epochs or 0)
 
     def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int) -> Plan:
+        if epochs is None and steps is None:
+            steps = self.usual
         return Plan(self.batch_size, self.epochs if epochs is None else epochs, steps, draws, stream)
 
     @abstractmethod
@@ -168,6 +173,14 @@ def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple
     if any(isinstance(leaf, Tensor) for leaf in leaves([fixed, enclosed])):
         raise TypeError(f"step '{function.__name__}' holds a tensor from outside: hand it over through `given`")
     return function, owner, fixed
+
+
+def without_context(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step whose method does not know where in the run it is: a record of it is the same in every round."""
+    function, owner, fixed = check_step(step)
+    owner = copy.copy(owner)
+    object.__setattr__(owner, "context", HIDDEN)  # a method is frozen for everybody else
+    return functools.partial(types.MethodType(function, owner), *fixed)
 
 
 def form(tree: Any) -> Any:

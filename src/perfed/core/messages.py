@@ -35,12 +35,14 @@ class Up:
         own: a tree of tensors that the server sees client by client.
         weight: weight in the mean; None: the number of training samples.
         group: number of the group that the mean goes to, where the method has several.
+        loss: a number that the server may choose clients by; the last one of each is in `info.loss` of `cohort_of`.
     """
 
     mean: Any = ()
     own: Any = ()
     weight: Tensor | float | None = None
     group: Tensor | None = None
+    loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Uploads:
     own: Any  # each tensor [m, ...]
     weight: Tensor  # [m]
     group: Tensor | None = None  # [m]
+    loss: Tensor | None = None  # [m]
 
 
 @dataclass(frozen=True)

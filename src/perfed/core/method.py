@@ -9,25 +9,34 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates, checked, convert, hyper
 from perfed.core.messages import Cohort, Down, Up
 from perfed.core.model import Batch, Model
 from perfed.core.optim import adam, adam_start, sgd
+from perfed.core.rounds import Known, Phase, Selection
 from perfed.core.tree import leaves, tree_map
 
 State = Any  # a tree of tensors: dicts, tuples, lists
 Gradient = Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]]  # (theta, batch, given) -> (g, theta)
 
 FINE_TUNING = 9  # stream of the batches used after training
+# What methods defined or read before there were phases and a context: in silence it would have no effect.
+FORMER = {
+    "exchanges": "`phase(self, server)`, which returns Phase(exchanges=...)",
+    "select": "`cohort_of(self, server, info)`",
+}
+FORMER_FIELDS = ("seed", "cohort", "population")
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,8 @@ class Method(ABC):
         vectorised: False where `local` cannot run under vmap; it then runs client by client.
         mixture: True where clients mix branches, with the weights that `weights(client)` returns.
         starts: the setting that says how many initial models there are, which must differ or stay equal for ever.
+        warms_up: the setting that says after how many rounds a method's own begin; before them it is another one.
+        context: where in a run its functions are called.
     """
 
     model: Model
@@ -56,15 +67,14 @@ class Method(ABC):
     fine_tune: int = hyper(
         0, "epochs of local training before a model is evaluated, of which nothing is kept", at_least=0, at_most=10_000
     )
-    seed: int = hyper(0, "seed of the initial model; the run sets it", at_least=0)
-    cohort: int = hyper(0, "clients per round, 0 is all; the run sets it", at_least=0)
-    population: int = hyper(0, "clients in all; the engine sets it where it is 0", at_least=0)
 
+    context: ClassVar[Context] = Context()  # an instance of a run has its own, see `at`
     evaluates: ClassVar[Evaluates] = "own"
     category: ClassVar[str] = ""
     vectorised: ClassVar[bool] = True
     mixture: ClassVar[bool] = False
     starts: ClassVar[str] = ""
+    warms_up: ClassVar[str] = ""
 
     @classmethod
     def refuse_undeclared(cls) -> None:
@@ -73,6 +83,15 @@ class Method(ABC):
         if params is None or not params.frozen:
             raise Problem(f"{cls.__name__} needs @dataclass(frozen=True): a method is a frozen dataclass")
         convert(cls.evaluates, Evaluates, {}, f"{cls.__name__}.evaluates")
+        for name, instead in FORMER.items():
+            if hasattr(cls, name):
+                raise Problem(f"{cls.__name__} defines '{name}', which nobody asks for any more: define {instead}")
+
+    @classmethod
+    def computed_once(cls) -> list[str]:
+        """Return the names of the properties that are computed once, from settings and model."""
+        values = [pair for each in cls.__mro__ for pair in vars(each).items()]
+        return [name for name, value in values if isinstance(value, cached_property)]
 
     def __post_init__(self) -> None:
         self.refuse_undeclared()
@@ -86,10 +105,20 @@ class Method(ABC):
     def check(self) -> None:  # noqa: B027 (most methods have nothing to refuse)
         """Raise a Problem where hyper-parameters do not go together."""
 
-    @property
-    def exchanges(self) -> int:
-        """Return the number of exchanges between server and clients in one round."""
-        return 1
+    def __getattr__(self, name: str) -> Any:
+        if name in FORMER_FIELDS:
+            raise Problem(f"{type(self).__name__} reads self.{name}: what the run decides is in self.context.{name}")
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'", name=name, obj=self)
+
+    def at(self, **place: Any) -> Self:
+        """Return this method at another place in a run.
+
+        Args:
+            place: what changes in its context, such as `round=3`.
+        """
+        other = copy.copy(self)
+        object.__setattr__(other, "context", replace(self.context, **place))  # frozen for everybody else
+        return other
 
     @property
     def groups(self) -> int:
@@ -198,19 +227,32 @@ class Method(ABC):
             return server
         if leaves(server):
             raise Problem(f"{type(self).__name__} does not say which model its server has for everybody")
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
-    def select(self, server: State, ids: list[int], /) -> list[int]:  # noqa: ARG002
-        """Return who of the sampled clients takes part in this round.
+    def phase(self, server: State, /) -> Phase:  # noqa: ARG002
+        """Return what kind of round comes next; by default every round is alike and has one exchange.
 
         Args:
             server: the server's state.
-            ids: the sampled clients, ascending.
+        """
+        return Phase()
+
+    def cohort_of(self, server: State, info: Known, /) -> Sequence[int] | Sequence[Sequence[int]] | Selection:  # noqa: ARG002
+        """Choose who takes part in the next round, out of all clients; by default those whom the run draws.
+
+        Args:
+            server: the server's state.
+            info: what is known of the clients; `info.draw()` draws as the run says.
 
         Returns:
-            At least one of them; by default all.
+            The clients; or a list of clients for each exchange; or a `Selection`, which also says how much each does.
         """
-        return ids
+        return info.draw()
+
+    @property
+    def client_part(self) -> Callable[[State, Down, Data], tuple[State, Up]]:
+        """Return the clients' part in the phase that the context names: `local_<name>` where there is one."""
+        return getattr(self, f"local_{self.context.phase}", self.local) if self.context.phase else self.local
 
     def show(self, server: State, ids: Tensor, /) -> Down:
         """Return what the clients `ids` receive of a `server` for an evaluation; by default what a round begins with.

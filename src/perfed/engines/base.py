@@ -20,6 +20,7 @@ from torch import Tensor
 
 from perfed.accel.fast_model import FastModel
 from perfed.core.clients import SPLITS, Clients
+from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.messages import Down, Up, Uploads
@@ -46,7 +47,8 @@ class Job:
     Args:
         method: the method, with its settings and its network.
         clients: the clients' samples.
-        seed: what the run's cohorts, batches and dropout are drawn from; `method.seed` is that of the initial model.
+        seed: what the run's initial model, cohorts, batches and dropout are drawn from.
+        cohort: number of clients in a round; 0: all.
         wire: what happens to uploads on their way.
         folder: where clients' states are written that memory has no room for; None: the system's temporary folder.
     """
@@ -54,6 +56,7 @@ class Job:
     method: Method
     clients: Clients
     seed: int = 0
+    cohort: int = 0
     wire: Transform = Identity()  # noqa: RUF009 (it has no state)
     folder: Path | None = None
 
@@ -92,6 +95,8 @@ class Request(NamedTuple):
     ids: Sequence[int]  # ascending
     down: Down  # what they receive; `own` has a row for each
     done: Sequence[int] | None = None  # epochs that each of them finishes, where there are stragglers
+    phase: str = ""  # the name of the round's phase
+    steps: int | None = None  # what a loop has that says neither epochs nor steps; None: the method's epochs
 
 
 class Failure(NamedTuple):
@@ -148,7 +153,7 @@ class Training(NamedTuple):
     wire: Transform
 
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:
-        state, up = self._trained(self.method.local(state, down, data))
+        state, up = self._trained(self.method.client_part(state, down, data))
         if type(self.wire) is not Identity:  # whoever derives from it may do more
             with treatment_told(self.wire, self.method):
                 up = self.wire.client(up, derive(key, WIRE))
@@ -158,6 +163,8 @@ class Training(NamedTuple):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"local must return tensors in its state and in Up, not {type(leaf).__name__}")
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
+        if up.loss is not None:
+            out["loss"] = torch.as_tensor(up.loss, dtype=torch.float64, device=data.size.device)
         return out if up.group is None else {**out, "group": up.group}
 
     def _trained(self, result: Any) -> tuple[State, Up]:
@@ -165,7 +172,9 @@ class Training(NamedTuple):
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Up):
             return result
         parts = f"({', '.join(map(kind_of, result))})" if isinstance(result, tuple) else kind_of(result)
-        raise Problem(f"{type(self.method).__name__}.local must return (state, Up), not {parts}")
+        raise Problem(
+            f"{type(self.method).__name__}.{self.method.client_part.__name__} must return (state, Up), not {parts}"
+        )
 
 
 def _weight(given: Tensor | float | None, samples: Tensor) -> Tensor:
@@ -211,6 +220,12 @@ class Work:
     states: State  # a row for each
     down: Down
     done: Sequence[int] | None = None
+    steps: int | None = None
+
+    @property
+    def context(self) -> Context:
+        """Where in the run this is done."""
+        return self.task.method.context
 
 
 @dataclass(frozen=True)
@@ -280,8 +295,11 @@ class Engine(ABC):
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
         model = FastModel.of(job.method.model, kernels=self.kernels)
-        population = job.method.population or len(job.clients)
-        return replace(job, method=replace(job.method, model=model, population=population))
+        run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
+        method = replace(job.method, model=model).at(**vars(run))
+        for name in method.computed_once():  # here, as every exchange has a copy of its own
+            getattr(method, name)
+        return replace(job, method=method)
 
     @property
     def method(self) -> Method:
@@ -321,10 +339,11 @@ class Engine(ABC):
         return [self._reply(work, results) for work, results in zip(works, self._each(works), strict=True)]
 
     def _training(self, request: Request) -> Work:
-        run, round, exchange, ids, down, done = request
-        task = Training(self.jobs[run].method, self.jobs[run].wire)
-        refuse_other_rows(task.method, down, len(ids))
-        return Work(run, task, self._key(run, TRAIN, round, exchange), ids, self.states[run].take(ids), down, done)
+        run, round, exchange, ids, down, done, phase, steps = request
+        method = self.jobs[run].method.at(round=round, exchange=exchange, phase=phase)
+        refuse_other_rows(method, down, len(ids))
+        task, key = Training(method, self.jobs[run].wire), self._key(run, TRAIN, round, exchange)
+        return Work(run, task, key, ids, self.states[run].take(ids), down, done, steps)
 
     def _reply(self, work: Work, results: Results) -> Reply:
         out, ids, old = results.out, work.ids, work.states
@@ -344,7 +363,7 @@ class Engine(ABC):
                 table.put([ids[row] for row in used], rows(new, used))
 
         spoiled, tensors = first_not_finite(new, len(ids), places.device, "state")
-        uploads = Uploads(places, out["mean"], out["own"], out["weight"], out.get("group"))
+        uploads = Uploads(places, out["mean"], out["own"], out["weight"], out.get("group"), out.get("loss"))
         return Reply(ids, uploads, spoiled, tensors, list(results.failures), settle)
 
     def _declare(self, work: Work, sent: Form) -> Form:
@@ -362,8 +381,8 @@ class Engine(ABC):
         return self.declared[key]
 
     def _message(self, work: Work) -> Any:
-        """Return what an upload's form follows from: the run, and the form of what its clients received."""
-        return work.run, digest(work.down.shared, work.down.own)
+        """Return what an upload's form follows from: the run, its place in a round, and what its clients received."""
+        return work.run, work.context.phase, work.context.exchange, digest(work.down.shared, work.down.own)
 
     def weighted_sum(self, share: Tensor, stacked: Tensor) -> Tensor:
         """Return the weighted sum of rows in float64, for each group.
@@ -406,7 +425,7 @@ class Engine(ABC):
 
     def _evaluation(self, request: EvaluationRequest) -> Work:
         run, round, ids, down, keep, full, score, general = request
-        method = self.jobs[run].method
+        method = self.jobs[run].method.at(round=round)
         if shares_one_model(method, down):  # it is enough to ask one client; the model is scored afterwards
             ids, task = ids[:1], Evaluation(method, (), True)
         else:

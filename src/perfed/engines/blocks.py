@@ -87,9 +87,16 @@ class BlockData(Data):
     """Give a method one client of a block; its loops reach the block's rules."""
 
     def __init__(
-        self, block: Block, key: Tensor, sizes: dict[str, Tensor], batch_size: int, epochs: int, done: Tensor | None
+        self,
+        block: Block,
+        key: Tensor,
+        sizes: dict[str, Tensor],
+        batch_size: int,
+        epochs: int,
+        done: Tensor | None,
+        usual: int | None = None,
     ):
-        super().__init__(batch_size, epochs, done)
+        super().__init__(batch_size, epochs, done, usual)
         self.block, self.key, self.sizes, self.size = block, key, sizes, sizes["train"]
 
     def count(self, split: str) -> Tensor:

@@ -18,7 +18,7 @@ from perfed.core.errors import Problem
 from perfed.core.tree import flatten, leaves, tree_map
 from perfed.engines.trees import paths
 
-Form = dict[str, Any]  # state, mean, own, weight, group -> a tree with a Kind for every tensor
+Form = dict[str, Any]  # state, mean, own, weight, group, loss -> a tree with a Kind for every tensor
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def refuse_unusable(declared: Form, method: str) -> None:
                 f"{method} sends {_word(kind.dtype)} as '{name}', and a mean of those would be cut to whole numbers: "
                 "send them as floating-point numbers, or client by client in Up.own"
             )
-        if part in ("weight", "group") and kind.shape:
+        if part in ("weight", "group", "loss") and kind.shape:
             raise Problem(f"{method} sends a {part} of shape {kind.shape}: a client has one number there")
         if part == "group" and kind.dtype.is_floating_point:
             raise Problem(f"{method} sends a group of {_word(kind.dtype)}: groups are numbered with whole numbers")

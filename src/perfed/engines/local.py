@@ -46,7 +46,7 @@ class Sequential(Engine):
         """Return the results of one client, or the error with which its training failed; other errors are raised."""
         key = derive(work.key, id)
         try:
-            return work.task(state, down, self._samples(work.run, id, key, done), key)
+            return work.task(state, down, self._samples(work, id, key, done), key)
         except Problem:
             raise
         except Exception as error:
@@ -54,10 +54,10 @@ class Sequential(Engine):
                 raise
             return error
 
-    def _samples(self, run: int, id: int, key: Tensor, done: int | None) -> ClientData:
+    def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:
         """Return a client's samples as its method sees them."""
-        job = self.jobs[run]
-        return ClientData(job.clients, id, key, job.method, done)
+        job = self.jobs[work.run]
+        return ClientData(job.clients, id, key, job.method, done, work.steps)
 
     def _gathered(self, work: Work, outcomes: Sequence[dict[str, Any] | Exception]) -> Results:
         """Stack the clients' results; whoever failed, or has results of another form than most, is left out.
@@ -102,7 +102,7 @@ class Sequential(Engine):
 
     def _specimen(self, work: Work, state: State, own: Any, shared: Any) -> dict[str, Any] | Exception:
         job = self.jobs[work.run]
-        data = ClientData(specimen(job.clients), 0, work.key, job.method, 1)
+        data = ClientData(specimen(job.clients), 0, work.key, job.method, 1, work.steps)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about two samples of zeros
@@ -134,8 +134,16 @@ def reason_of(error: Exception) -> str:
 class ClientData(Data):
     """One client's samples, and plain loops over them."""
 
-    def __init__(self, clients: Clients, index: int, key: Tensor, method: Method, done: int | None = None):
-        super().__init__(method.batch_size, method.epochs, done)
+    def __init__(
+        self,
+        clients: Clients,
+        index: int,
+        key: Tensor,
+        method: Method,
+        done: int | None = None,
+        usual: int | None = None,
+    ):
+        super().__init__(method.batch_size, method.epochs, done, usual)
         self.clients, self.index, self.key, self.dtype = clients, index, key, method.model.dtype
         self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
 

@@ -31,6 +31,8 @@ from perfed.engines.blocks import Block, BlockData, Runner, holding
 from perfed.engines.local import reason_of
 from perfed.engines.rules import rules_told
 
+SEED = "seed"  # what runs in one batch may differ in, beside settings
+
 
 class Vectorised(Engine):
     """Run all clients of a block at once; on a GPU as fast as one client."""
@@ -88,7 +90,7 @@ class Vectorised(Engine):
         return table, offsets[:-1]
 
     def _with_all_starts(self) -> Model:
-        seeds = [job.method.seed for job in self.jobs]
+        seeds = [job.seed for job in self.jobs]
         return with_starts(self.method.model, seeds) if len(seeds) > 1 else self.method.model
 
     # ------------------------------------------------------------------ with help, and without
@@ -147,9 +149,18 @@ class Vectorised(Engine):
         return None if self.runner.recorder is None else self.runner.recorder.seconds
 
     def _each(self, works: Sequence[Work]) -> list[Results]:
+        """Return results of every piece of work; what is done at the same place of several runs is done at once."""
+        alike: dict[Any, list[int]] = {}
+        for number, work in enumerate(works):
+            where = work.context.round, work.context.exchange, work.context.phase, work.steps
+            alike.setdefault(where, []).append(number)
+        results = {}
+        for numbers in alike.values():
+            results |= zip(numbers, self._together([works[number] for number in numbers]), strict=True)
+        return [results[number] for number in range(len(works))]
+
+    def _together(self, works: Sequence[Work]) -> list[Results]:
         """Return results of every piece of work; the clients of all runs are rows of the same blocks."""
-        if not works:
-            return []
         size = [self.jobs[work.run].clients.train.size for work in works]
         order = [(place, row) for place, work in enumerate(works) for row in range(len(work.ids))]
         order.sort(key=lambda pair: -size[pair[0]][works[pair[0]].ids[pair[1]]])  # alike clients share a block
@@ -182,7 +193,7 @@ class Vectorised(Engine):
 
     def _block(self, works: Sequence[Work], rows: list[tuple[int, int]]) -> dict[str, Any]:
         jobs = [self.jobs[work.run] for work in works]
-        method, task = jobs[0].method, works[0].task
+        method, task = works[0].task.method, works[0].task
         ids = [works[place].ids[row] for place, row in rows]
         # Where their samples are in the table of all runs.
         table = tuple(self.offsets[works[place].run] + works[place].ids[row] for place, row in rows)
@@ -200,7 +211,7 @@ class Vectorised(Engine):
         keys = torch.stack([work.key for work in works]).index_select(0, whose)
         keys = derive(keys, where, mix=machine.mix if machine else mix)
         varied = {name: values.index_select(0, whose) for name, values in _varied(jobs).items()}
-        if "seed" in varied:
+        if SEED in varied:
             method = holding(method, {"model": self._model_of_all})
         shared = works[0].down.shared  # for all rows, where there is one run
         if len(works) > 1:
@@ -209,8 +220,8 @@ class Vectorised(Engine):
         def client(
             state: State, own: Any, key: Tensor, size: Any, varied: dict[str, Tensor], done: Any, shared: Any
         ) -> Any:
-            mine = task._replace(method=holding(method, varied))
-            data = BlockData(block, key, size, method.batch_size, method.epochs, done)
+            mine = task._replace(method=_varying(method, varied))
+            data = BlockData(block, key, size, method.batch_size, method.epochs, done, works[0].steps)
             return mine(state, Down(shared, own), data, key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
@@ -286,6 +297,9 @@ def _refuse_unlike(jobs: Sequence[Job]) -> None:
             raise Problem("runs that train together need the same method and the same treatment of uploads")
         if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
             raise Problem("runs that train together need the same network, on one device")
+        mine, other = method.context, job.method.context
+        if (mine.population, mine.cohort) != (other.population, other.cohort):
+            raise Problem("runs that train together need as many clients, and cohorts of one size")
         if not _alike(theirs.class_weights, model.class_weights):
             raise Problem("runs that train together need the same weights of classes")
     _varied(jobs)
@@ -298,8 +312,17 @@ def _varied(jobs: Sequence[Job]) -> dict[str, Tensor]:
         values = [getattr(job.method, field.name) for job in jobs]
         if field.name == "model" or all(value == values[0] for value in values):
             continue
-        if field.name not in ("seed", "lr"):
+        if field.name != "lr":
             raise Problem(f"runs that train together may differ in seed and lr only, not in {field.name}")
-        kind = torch.int64 if field.name == "seed" else method.model.dtype
-        out[field.name] = torch.tensor(values, dtype=kind, device=method.model.device)
+        out[field.name] = torch.tensor(values, dtype=method.model.dtype, device=method.model.device)
+    seeds = [job.seed for job in jobs]
+    if len(set(seeds)) > 1:
+        out[SEED] = torch.tensor(seeds, device=method.model.device)
     return out
+
+
+def _varying(method: Method, varied: dict[str, Tensor]) -> Method:
+    """Return the method with what a client's own run has in place of the first one's."""
+    settings = {name: value for name, value in varied.items() if name != SEED}
+    method = holding(method, settings)
+    return method.at(seed=varied[SEED]) if SEED in varied else method

@@ -198,7 +198,7 @@ class Workers(Sequential):
         # Clients that only predict are quick: several go together.
         together = 1 if training else max(1, len(work.ids) // (4 * self.count))
         groups = [order[first : first + together] for first in range(0, len(order), together)]
-        about: dict[str, Any] = {"kind": "train", "run": work.run, "key": int(work.key)}
+        about: dict[str, Any] = {"kind": "train", **_about_work(work)}
         if isinstance(task, Evaluation):
             about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep, "general": task.general}
         assignments = []
@@ -216,7 +216,7 @@ class Workers(Sequential):
         return self._gathered(work, outcomes)
 
     def _rehearse(self, work: Work) -> dict[str, Any] | Exception:
-        message = {"kind": "rehearse", "run": work.run, "key": int(work.key), "ids": [], "done": None}
+        message = {"kind": "rehearse", **_about_work(work), "ids": [], "done": None}
         tensors = lambda: rows((self.states[work.run].initial, work.down.own), 0)
         (outcome,) = self._spread(work.down.shared, [Assignment(message, tensors)], forgiving=True)
         return outcome
@@ -334,10 +334,12 @@ class Workers(Sequential):
         if kind == "full_scores":
             return self._scorer(run).full_scores(message["ids"], tensors)
         job, done = self.jobs[run], message["done"]
-        task = Training(job.method, job.wire)
+        method = job.method.at(**message["place"])
+        task = Training(method, job.wire)
         if kind == "evaluate":
-            task = Evaluation(job.method, tuple(message["splits"]), message["keep"], message["general"])
-        work = Work(run, task, torch.tensor(message["key"]), message["ids"], (), Down())
+            task = Evaluation(method, tuple(message["splits"]), message["keep"], message["general"])
+        key, ids = torch.tensor(message["key"]), message["ids"]
+        work = Work(run, task, key, ids, (), Down(), steps=message["steps"])
         if kind == "rehearse":
             state, own = tensors
             outcome = self._specimen(work, state, own, shared)
@@ -382,6 +384,12 @@ def _serve(
             pipe.send_bytes(json.dumps(answer).encode())
         except BrokenPipeError:
             return
+
+
+def _about_work(work: Work) -> dict[str, Any]:
+    """Return for JSON which run a piece of work is of, and where in it."""
+    place = {name: getattr(work.context, name) for name in ("round", "exchange", "phase")}
+    return {"run": work.run, "key": int(work.key), "place": place, "steps": work.steps}
 
 
 def _about(error: Exception) -> dict[str, Any]:

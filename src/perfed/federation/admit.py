@@ -105,7 +105,7 @@ def inspect(round: int, reply: Reply, uploads: Uploads, groups: int = 1) -> Verd
 def only(uploads: Uploads, index: Tensor) -> Uploads:
     """Return the rows `index` of uploads."""
     select = lambda leaf: None if leaf is None else leaf.index_select(0, index)
-    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group)
+    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group, uploads.loss)
     return Uploads(*(tree_map(select, part) for part in parts))
 
 

@@ -18,6 +18,16 @@ class Answers(NamedTuple):
     lost: list[int]  # whose does not
     done: list[int] | None = None  # epochs that each of `ids` finishes; None: all finish all
 
+    def limited(self, wanted: dict[int, float], epochs: int) -> Answers:
+        """Return the answers of clients that are asked for a part of the work alone.
+
+        Args:
+            wanted: epochs of each client.
+            epochs: those of the method.
+        """
+        done = self.done or [epochs] * len(self.ids)
+        return self._replace(done=[min(int(wanted[id]), each) for id, each in zip(self.ids, done, strict=True)])
+
 
 @dataclass(frozen=True)
 class Faults:

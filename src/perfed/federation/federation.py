@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.messages import Cohort, Down, Uploads
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
+from perfed.core.rounds import Chosen, Known, Phase, chosen
 from perfed.core.tree import leaves, rows, send
 from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, kind_of, shares_one_model
 from perfed.engines.rules import treatment_told
@@ -27,7 +29,16 @@ from perfed.federation.traffic import Traffic
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
 ON_A_GPU = 256  # where a piece is one computation
 PATIENCE = 3  # abandoned rounds in a row after which a run ends
+FIRST = -1  # the number of the exchange that comes before all others, of clients that take part for the first time
 Save = Callable[[int, dict[str, Tensor]], None]
+
+
+class Turn(NamedTuple):
+    """An exchange of a round."""
+
+    exchange: int
+    phase: str
+    ids: list[int]
 
 
 def cohort_size(clients: int, participation: float) -> int:
@@ -65,8 +76,8 @@ class Federation:
         >>> from perfed.engines.base import Job
         >>> from perfed.engines.local import Sequential
         >>> from perfed.methods.fedavg import FedAvg
-        >>> method = FedAvg(Model(plain_net), cohort=2, epochs=1)
-        >>> federation = Federation(Sequential(Job(method, toy_clients())))
+        >>> method = FedAvg(Model(plain_net), epochs=1)
+        >>> federation = Federation(Sequential(Job(method, toy_clients(), cohort=2)))
         >>> for _ in range(3):
         ...     clients = federation.step()
         >>> federation.round, len(clients)
@@ -93,18 +104,25 @@ class Federation:
             except Problem as problem:  # such as more teams than clients
                 raise SettingsProblem(str(problem)) from problem
         self.answers = Answers([], [])  # of the round that is going on, or of the last one
+        self.known = Known(self.clients.names, self.clients.sizes["train"], self.clients.able)
+        self.known.fetch = self._fetch
+        self._phase, self._turns = Phase(), []  # of the round that is going on: its kind, and its exchanges
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known
         self.diverged = ""  # why the run cannot go on, as far as known
         self._before: State = None  # the server when the round began
         self._counts: bool | Tensor = True  # whether the round counts so far, or is abandoned
-        self._unread: list[Verdict] = []  # still on the device
+        self._unread: list[tuple[Verdict, Tensor | None]] = []  # still on the device, with the losses reported
         self._unseen: Standing | None = None  # on the device, and newer than `strikes`
 
     @property
     def method(self) -> Method:
-        """The run's method."""
-        return self.engine.jobs[self.run].method
+        """The run's method, as it is between two rounds."""
+        return self.engine.jobs[self.run].method.at(round=self.round)
+
+    def _now(self, exchange: int, phase: str) -> Method:
+        """Return the method as it is in an exchange of the round that goes on."""
+        return self.method.at(round=self.round + 1, exchange=exchange, phase=phase)
 
     @property
     def clients(self) -> ClientInfo:
@@ -125,14 +143,14 @@ class Federation:
         """
         able = self.clients.able
         count = len(able)
-        chosen = choose(derive(self.seed, COHORT, self.round + 1), min(self.method.cohort or count, count), count)
-        return [able[place] for place in chosen]
+        size = min(self.method.context.cohort, count)
+        return [able[place] for place in choose(derive(self.seed, COHORT, self.round + 1), size, count)]
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """Carry out one round.
 
         Args:
-            cohort: who is asked; None: drawn by the run's seed.
+            cohort: who is drawn, among whom the method may choose; None: drawn by the run's seed.
 
         Returns:
             The clients that took part.
@@ -140,34 +158,55 @@ class Federation:
         return step([self], None if cohort is None else [cohort])[0]
 
     def begin(self, cohort: Iterable[int] | None = None) -> None:
-        """Choose who takes part in the next round: who was drawn, less those who are lost.
+        """Let the method say what kind of round comes next and who takes part, less those who are lost.
 
         Args:
-            cohort: who is asked, but for clients without training samples; None: drawn by the run's seed.
+            cohort: who is drawn, but for clients without training samples; None: drawn by the run's seed.
         """
-        sizes = self.clients.sizes["train"]
-        asked = self.sample() if cohort is None else sorted(id for id in cohort if sizes[id])
-        chosen = self.method.select(self.server, asked) if asked else []
-        self.answers = self.faults.draw(self.seed, self.round + 1, chosen, self.method.epochs)
+        sizes, method = self.clients.sizes["train"], self.method.at(round=self.round + 1)
+        self._phase = phase = method.phase(self.server)
+        method, drawn = method.at(phase=phase.name), None if cohort is None else [id for id in cohort if sizes[id]]
+        self.known.draw = lambda: self.sample() if drawn is None else sorted(drawn)
+        choice = self.clients.able if phase.everybody else method.cohort_of(self.server, self.known)
+        wanted = chosen(choice, phase.exchanges, self.known, type(method).__name__)
+        self.answers = self.faults.draw(self.seed, self.round + 1, wanted.ids, method.epochs)
+        if wanted.epochs is not None:
+            self.answers = self.answers.limited(wanted.epochs, method.epochs)
+        self._turns = self._planned(wanted, phase)
         self._before, self._counts = self.server, not self.diverged
+        self.known.ask(self.round + 1, wanted.ids)
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
-            down = self.method.broadcast(self.server, self._send(self.answers.lost))
-            self.traffic.count(self.method.model, len(self.answers.lost), down)
+            self.known.fail(self.answers.lost)
+            down = method.broadcast(self.server, self._send(self.answers.lost))
+            self.traffic.count(method.model, len(self.answers.lost), down)
+
+    def _planned(self, wanted: Chosen, phase: Phase) -> list[Turn]:
+        """Return the exchanges of a round, with those of their clients that answer."""
+        there = {*self.answers.ids}
+        turns = [
+            Turn(number, phase.name, [id for id in ids if id in there]) for number, ids in enumerate(wanted.exchanges)
+        ]
+        if phase.first:
+            before = self.known.answered
+            turns.insert(0, Turn(FIRST, phase.first, [id for id in self.answers.ids if not before[id]]))
+        return [turn for turn in turns if turn.ids]
 
     @property
     def open(self) -> bool:
         """True while the round goes on: somebody answers, and nobody knows that it is abandoned."""
         return bool(self.answers.ids) and self._counts is not False
 
-    def request(self, exchange: int) -> Request:
-        """Return what the round's clients are asked in an exchange.
-
-        Args:
-            exchange: its number in the round, from 0.
-        """
-        ids = self.answers.ids
-        down = self.method.broadcast(self.server, self._send(ids))
-        return Request(self.run, self.round + 1, exchange, ids, down, self.answers.done)
+    def requests(self) -> Iterator[Request]:
+        """Yield what the round's clients are asked, one exchange after another; each follows from what came before."""
+        for turn in self._turns:
+            if not self.open:
+                return
+            down, done = self._now(turn.exchange, turn.phase).broadcast(self.server, self._send(turn.ids)), None
+            if self.answers.done:
+                finishes = dict(zip(self.answers.ids, self.answers.done, strict=True))
+                done = [finishes[id] for id in turn.ids]
+            place = (self.run, self.round + 1, turn.exchange)
+            yield Request(*place, turn.ids, down, done, turn.phase, self._phase.steps)
 
     def receive(self, request: Request, reply: Reply) -> None:
         """Use what an exchange gave: count, inspect and reduce it, and let the method make its new state of it.
@@ -179,10 +218,11 @@ class Federation:
         self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
+        self.known.fail([failure.id for failure in reply.failures])
         verdict = inspect(self.round + 1, reply, uploads, self.method.groups)
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
         use = self._use_unread if self._leaves_unread(uploads) else self._use
-        use(reply, uploads, verdict, needed)
+        use(self._now(request.exchange, request.phase), reply, uploads, verdict, needed)
 
     def _received(self, uploads: Uploads) -> Uploads:
         """Return uploads after the server half of what happens to them on their way."""
@@ -205,28 +245,29 @@ class Federation:
         wanted = uploads.ids.is_cuda if self.lazy is None else self.lazy
         return wanted and not leaves(uploads.own) and all(isinstance(leaf, Tensor) for leaf in leaves(self.server))
 
-    def _use(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
+    def _use(self, method: Method, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
         """Read the verdict, drop the rows that are refused, and use the others if they are enough."""
         wrong = verdict.wrong.tolist()
         self.refusals += verdict.refusals(wrong)
+        self._note(verdict, wrong, uploads.loss)
         used = [row for row, place in enumerate(wrong) if place < 0]
         self._counts = len(used) >= needed
         if self._counts:
             everybody = len(used) == len(wrong)
             cohort = self._reduced(uploads if everybody else only(uploads, self._send(used)))
-            self.server = self.method.aggregate(self.server, cohort)
+            self.server = method.aggregate(self.server, cohort)
             reply.settle(None if everybody else used)
 
-    def _use_unread(self, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
+    def _use_unread(self, method: Method, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
         """Do what `_use` does without reading the verdict, for which the host would wait until the GPU is idle.
 
         Rows that are refused keep their place with weight 0, and whether the others are enough is a tensor. `look`
         reads the verdict later; a run that has ended by then has not changed since.
         """
-        self._unread.append(verdict)
+        self._unread.append((verdict, uploads.loss))
         ended = 0 if self._unseen is None else self._unseen.ended
         self._counts = (verdict.usable.sum() >= needed) & self._counts & (ended == 0)
-        new = self.method.aggregate(self.server, self._reduced(uploads, verdict.usable))
+        new = method.aggregate(self.server, self._reduced(uploads, verdict.usable))
         self.server = pick(self._counts, new, self.server)
         reply.settle(verdict.usable & self._counts)
 
@@ -239,7 +280,7 @@ class Federation:
         Clients keep the states of those of its exchanges that counted.
         """
         if self.answers.ids and not self.diverged:
-            if self.method.exchanges > 1:  # with only one, the server has not been touched
+            if len(self._turns) > 1:  # with only one, the server has not been touched
                 self.server = pick(self._counts, self.server, self._before)
             standing = self._unseen or Standing(self.strikes)
             standing = standing.after(self.round + 1, self._counts, self.patience)
@@ -248,7 +289,9 @@ class Federation:
             else:
                 self._learn(standing)
             if self._counts is not False:
-                for name, numbers in self.method.extra_traffic(self.server).items():
+                last = self._turns[-1]
+                method = self._now(last.exchange, last.phase)
+                for name, numbers in method.extra_traffic(self.server).items():
                     sent = numbers * self.method.model.dtype.itemsize
                     self.traffic.extra[name] = self.traffic.extra.get(name, 0) + sent
         self._before = None
@@ -271,20 +314,31 @@ class Federation:
             f"{(self.advice and self.advice()) or f'a smaller lr (now {self.method.lr:g}) may help'}"
         )
 
+    def _note(self, verdict: Verdict, wrong: Sequence[int], loss: Tensor | None) -> None:
+        """Note who answered in an exchange, given the verdict in the host's memory."""
+        usable = [place < 0 for place in wrong]
+        self.known.answer(verdict.round, verdict.ids, usable, None if loss is None else loss.tolist())
+
     def look(self) -> list[Refusal]:
         """Return the refusals that are known since the last look, after fetching what is still on the device."""
-        tensors = [verdict.wrong for verdict in self._unread]
+        self._fetch()
+        known, self.refusals = sorted(self.refusals, key=lambda refusal: refusal.round), []
+        return known
+
+    def _fetch(self) -> None:
+        """Fetch what is still on the device."""
+        tensors = [verdict.wrong for verdict, _ in self._unread]
         if self._unseen is not None:
             tensors += [torch.as_tensor(number).view(1) for number in self._unseen]
         if tensors:
             numbers = iter(torch.cat(tensors).tolist())  # the host waits once for all
-            for verdict in self._unread:
-                self.refusals += verdict.refusals(list(islice(numbers, len(verdict.ids))))
+            for verdict, loss in self._unread:
+                wrong = list(islice(numbers, len(verdict.ids)))
+                self.refusals += verdict.refusals(wrong)
+                self._note(verdict, wrong, loss)
             self._unread = []
             if self._unseen is not None:
                 self._learn(Standing(*numbers))
-        known, self.refusals = sorted(self.refusals, key=lambda refusal: refusal.round), []
-        return known
 
     # ------------------------------------------------------------------ evaluations
 
@@ -362,13 +416,10 @@ def step(federations: Sequence[Federation], cohorts: Sequence[Iterable[int]] | N
     """
     for place, federation in enumerate(federations):
         federation.begin(None if cohorts is None else cohorts[place])
-    for exchange in range(federations[0].method.exchanges):
-        active = [federation for federation in federations if federation.open]
-        if not active:
-            break
-        requests = [federation.request(exchange) for federation in active]
-        replies = active[0].engine.exchange(requests)
-        for federation, request, reply in zip(active, requests, replies, strict=True):
+    asking = [(federation, federation.requests()) for federation in federations]
+    while asked := [(federation, request) for federation, left in asking if (request := next(left, None))]:
+        replies = federations[0].engine.exchange([request for _, request in asked])
+        for (federation, request), reply in zip(asked, replies, strict=True):
             federation.receive(request, reply)
     for federation in federations:
         federation.end()

@@ -26,7 +26,7 @@ class APFL(FedAvg):
     category = "personalised models: interpolation"
 
     def init_client(self):
-        v = self.model.init(self.seed)
+        v = self.model.init(self.context.seed)
         return {"v": v, "alpha": v.new_tensor(self.mix)}
 
     def mixed(self, v, w, alpha):

@@ -40,7 +40,8 @@ class APPLE(Method):
     category = "personalised models: interpolation"
 
     def cores(self, N):  # what everybody knows before round 1
-        return torch.stack([self.model.init(self.seed * N + j if self.spread else self.seed) for j in range(N)])
+        seed = self.context.seed
+        return torch.stack([self.model.init(seed * N + j if self.spread else seed) for j in range(N)])
 
     def init_server(self, clients):
         C, place = self.cores(clients), torch.arange(clients, device=self.model.device)
@@ -48,7 +49,8 @@ class APPLE(Method):
         return {"cores": C, "n": C.new_zeros(clients), "round": torch.zeros_like(wants.sum()), "wants": wants}
 
     def init_client(self):
-        C, (p, had) = self.cores(self.population), self.model.zeros().new_zeros(2, self.population)  # p = 0: not begun
+        N = self.context.population
+        C, (p, had) = self.cores(N), self.model.zeros().new_zeros(2, N)  # p = 0: not begun
         return {"p": p, "had": had, "w": C.mean(0), "copies": C if self.downloads else C[:0]}
 
     def broadcast(self, server, ids):
@@ -78,7 +80,7 @@ class APPLE(Method):
         given = {"C": C, "me": me, "c": me @ C, "p0": p0, "hold": self.mu * down.shared["lam"]}
         c, _, p = data.fold(self.step, (given["c"], self.start(given["c"]), p), given)
         had = torch.maximum(client["had"], (place[:, None] == own["wants"]).any(1).to(p0.dtype))
-        luck = uniform(derive(self.seed, 16, round, own["id"]), (N,), torch.float64)
+        luck = uniform(derive(self.context.seed, 16, round, own["id"]), (N,), torch.float64)
         wish = p.abs() * (round * M / N).clamp_min(1.5).log() - (-luck.log()).log() + 1e3 * (1 - had)  # Gumbel
         copies = C + me[:, None] * (c - given["c"]) if self.downloads else client["copies"]
         wants = wish.masked_fill(me > 0, -torch.inf).topk(M).indices

@@ -22,7 +22,7 @@ class Ditto(FedAvg):
     category = "personalised models: interpolation"
 
     def init_client(self):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def pulled(self, v, batch, w):
         g, fresh = self.gradient(v, batch)

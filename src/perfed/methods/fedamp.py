@@ -37,11 +37,11 @@ class FedAMP(Method):
             raise Problem(f"lr * lam is {self.lr * self.lam:g}: steps along the pull grow from 2 (1 + momentum) on")
 
     def init_server(self, clients):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"models": w.repeat(clients, 1), "sigma": w.new_tensor(self.sigma)}
 
     def init_client(self):
-        return self.model.init(self.seed)  # w_i
+        return self.model.init(self.context.seed)  # w_i
 
     def squared(self, rows, models):
         """Return squared distances [rows, models], from differences: products of near models would cancel."""

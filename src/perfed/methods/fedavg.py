@@ -19,7 +19,7 @@ class FedAvg(Method):
     category = "global model"
 
     def init_server(self, clients):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def local(self, client, down, data):
         w = self.descend(down.shared, data)

@@ -29,10 +29,10 @@ class FedBABU(Method):
     category = "personalised models: parameter decoupling"
 
     def init_server(self, clients):
-        return self.model.body.take(self.model.init(self.seed))
+        return self.model.body.take(self.model.init(self.context.seed))
 
     def join(self, body):
-        return self.model.body.put(self.model.init(self.seed), body)
+        return self.model.body.put(self.model.init(self.context.seed), body)
 
     def local(self, client, down, data):
         w = self.descend(self.join(down.shared), data, only="body")

@@ -31,7 +31,7 @@ class FedDyn(Method):
             raise Problem(f"feddyn diverges unless lr * a is below 2: {self.lr:g} * {self.a:g} = {self.lr * self.a:g}")
 
     def init_server(self, clients):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"w": w, "h": torch.zeros_like(w), "clients": w.new_tensor(clients)}
 
     def init_client(self):

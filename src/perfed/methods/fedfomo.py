@@ -35,20 +35,21 @@ class FedFomo(Method):
 
     evaluates = "own"
     category = "personalised models: interpolation"
+    warms_up = "warmup"
 
     def init_server(self, clients):
-        w, none = self.model.init(self.seed), torch.zeros(clients, dtype=torch.bool, device=self.model.device)
+        w, none = self.model.init(self.context.seed), torch.zeros(clients, dtype=torch.bool, device=self.model.device)
         table = {"models": w.repeat(clients, 1), "seen": none, "preference": w.new_zeros(clients, clients)}
         return {**table, "w": w, "round": 0}
 
     def init_client(self):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"w": w, "base": w.clone()}
 
     def choose(self, server, ids):
         """Choose whose models the clients `ids` download [m, M]: epsilon-greedy, ties at random."""
         N, M, unseen = len(server["seen"]), min(self.downloads, len(server["seen"]) - 1), ~server["seen"]
-        draw = uniform(send(derive(self.seed, 16, server["round"]), ids.device), (N, N + M), torch.float64)[ids]
+        draw = uniform(send(derive(self.context.seed, 16, server["round"]), ids.device), (N, N + M), torch.float64)[ids]
         epsilon = self.epsilon - self.decay * (server["round"] - self.warmup)
         explore = (draw[:, N:] < epsilon).sum(1, keepdim=True)  # how many of M
         itself = torch.arange(N, device=ids.device) == ids[:, None]

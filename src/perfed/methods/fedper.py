@@ -32,10 +32,10 @@ class FedPer(Method):
         return self.model.part("!" + self.personal)
 
     def init_server(self, clients):
-        return self.sent.take(self.model.init(self.seed))
+        return self.sent.take(self.model.init(self.context.seed))
 
     def init_client(self):
-        return self.kept.take(self.model.init(self.seed))
+        return self.kept.take(self.model.init(self.context.seed))
 
     def join(self, client, down):
         return self.kept.put(self.sent.put(self.model.zeros(), down.shared), client)

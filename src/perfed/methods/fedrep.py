@@ -32,10 +32,10 @@ class FedRep(Method):
     category = "personalised models: parameter decoupling"
 
     def init_server(self, clients):
-        return self.model.body.take(self.model.init(self.seed))
+        return self.model.body.take(self.model.init(self.context.seed))
 
     def init_client(self):
-        return self.model.head.take(self.model.init(self.seed))
+        return self.model.head.take(self.model.init(self.context.seed))
 
     def join(self, head, body):
         return self.model.head.put(self.model.body.put(self.model.zeros(), body), head)

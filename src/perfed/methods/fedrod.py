@@ -30,16 +30,16 @@ class FedRoD(Method):
     category = "personalised models: parameter decoupling"
 
     def check(self):
-        head = self.model.module(self.model.init(self.seed)).get_submodule(self.model.head_name)
+        head = self.model.module(self.model.init(self.context.seed)).get_submodule(self.model.head_name)
         if not isinstance(head, nn.Linear):
             kind = type(head).__name__
             raise Problem(f"fedrod adds two linear heads, and '{self.model.head_name}' is {kind}: name an nn.Linear")
 
     def init_server(self, clients):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def init_client(self):
-        return torch.zeros_like(self.model.head.take(self.model.init(self.seed)))  # H
+        return torch.zeros_like(self.model.head.take(self.model.init(self.context.seed)))  # H
 
     def join(self, theta, H):
         return self.model.head.add(theta, H)

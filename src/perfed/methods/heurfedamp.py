@@ -22,7 +22,7 @@ class HeurFedAMP(FedAMP):
     share: float = hyper(0.5, "what others weigh in u_i, 1 - xi_ii", at_least=0, at_most=1)
 
     def init_server(self, clients):
-        return {"models": self.model.init(self.seed).repeat(clients, 1)}
+        return {"models": self.model.init(self.context.seed).repeat(clients, 1)}
 
     def attention(self, server, ids):
         w = torch.nn.functional.normalize(self.model.weights.only(server["models"]), dim=1)

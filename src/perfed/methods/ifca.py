@@ -31,7 +31,7 @@ class IFCA(Method):
         return self.clusters
 
     def init_server(self, clients):
-        models = torch.stack([self.model.init(self.seed * self.clusters + k) for k in range(self.clusters)])
+        models = torch.stack([self.model.init(self.context.seed * self.clusters + k) for k in range(self.clusters)])
         return {"models": models, "samples": models.new_zeros(self.clusters, dtype=torch.float64)}
 
     def broadcast(self, server, ids):

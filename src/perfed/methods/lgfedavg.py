@@ -28,8 +28,10 @@ class LGFedAvg(FedPer):
         at_most=1_000_000,
     )
 
+    warms_up = "warmup"
+
     def init_server(self, clients) -> Any:
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"w": w, "round": 0}
 
     def broadcast(self, server, ids):

@@ -19,7 +19,7 @@ class Local(Method):
         return ()
 
     def init_client(self):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def broadcast(self, server, ids):
         return Down()

@@ -32,7 +32,7 @@ class MOON(FedAvg):
             raise Problem("moon contrasts what enters the head, but this model has nothing below its head")
 
     def init_client(self):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"previous": w, "seen": torch.zeros_like(w[0])}
 
     def contrast(self, w, batch, given):

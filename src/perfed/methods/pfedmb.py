@@ -52,7 +52,7 @@ class PFedMB(Method):
         return Mixture(self.model, self.model.weights.mask & ~self.model.norm.mask, self.shared_alpha)
 
     def init_server(self, clients):
-        W = torch.stack([self.model.init(self.seed * self.branches + b) for b in range(self.branches)])
+        W = torch.stack([self.model.init(self.context.seed * self.branches + b) for b in range(self.branches)])
         size = self.branches**0.5 if self.init == "mean" else 1.0
         return torch.where(self.layers.mask, size * W, W[0])
 

@@ -36,7 +36,7 @@ class PFedMe(FedAvg):
                 raise Problem(f"pfedme needs {name} * lam below 1, not {rate:g} * {self.lam:g}: a step would overshoot")
 
     def init_client(self):
-        return self.model.init(self.seed)  # theta
+        return self.model.init(self.context.seed)  # theta
 
     def step(self, carry, batch, given):
         w, theta = carry

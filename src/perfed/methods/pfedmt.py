@@ -21,6 +21,7 @@ from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method
 from perfed.core.random import SELECT, derive, shuffle
+from perfed.core.rounds import Phase
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,6 @@ class PFedMT(Method):
     weights: Literal["uniform", "samples"] = hyper("uniform", "weights of devices in a team, and of teams")
     team_share: float = hyper(1.0, "share of the teams that take part in a round", above=0, at_most=1)
 
-    evaluates = "own"
     category = "personalised models: hierarchical"
 
     def check(self):
@@ -45,26 +45,26 @@ class PFedMT(Method):
             raise Problem(f"pfedmt needs lr * lam below 2, not {self.lr * self.lam:g}: the pull alone would diverge")
 
     @property
-    def exchanges(self):
-        return self.K
-
-    @property
     def groups(self):
         return self.teams
 
     def init_server(self, clients):
         if self.teams > clients:
             raise Problem(f"pfedmt cannot make {self.teams} teams of {clients} clients")
-        x, M = self.model.init(self.seed), self.teams
+        x, M = self.model.init(self.context.seed), self.teams
         team, n = torch.arange(clients, device=x.device) * M // clients, x.new_zeros(M, dtype=torch.float64)
         return {"x": x, "w": x.repeat(M, 1), "team": team, "n": n, "here": n > 0, "k": 0}
 
     def init_client(self):
-        return self.model.init(self.seed)  # theta
+        return self.model.init(self.context.seed)  # theta
 
-    def select(self, server, ids):
-        M, team = self.teams, [id * self.teams // len(server["team"]) for id in ids]
-        order = shuffle(derive(self.seed, SELECT, int(server["k"]))[None], torch.tensor([M]), M)[0].tolist()
+    def phase(self, server):
+        return Phase(exchanges=self.K)
+
+    def cohort_of(self, server, info):
+        ids, M = info.draw(), self.teams
+        team = [id * M // len(server["team"]) for id in ids]
+        order = shuffle(derive(self.context.seed, SELECT, int(server["k"]))[None], torch.tensor([M]), M)[0].tolist()
         chosen = [i for i in order if i in team][: max(1, int(self.team_share * M + 1e-9))]
         return [id for id, i in zip(ids, team, strict=True) if i in chosen]
 

@@ -36,12 +36,12 @@ class PGFed(Method):
     category = "personalised models: multi-task"
 
     def init_server(self, clients):
-        w, M = self.model.init(self.seed), self.cohort or clients
+        w, M = self.model.init(self.context.seed), self.context.cohort or clients
         last = {"ids": torch.full((M,), -1, device=w.device), "grads": w.new_zeros(M, len(w)), "c": w.new_zeros(M)}
         return {"w": w, "alpha": all_pairs(clients, w.new_tensor(1 / M)), **last}
 
     def init_client(self):
-        theta = self.model.init(self.seed)
+        theta = self.model.init(self.context.seed)
         return {"theta": theta, "velocity": self.start(theta)} if self.keep_momentum else {"theta": theta}
 
     def broadcast(self, server, ids):

@@ -30,11 +30,11 @@ class SCAFFOLD(Method):
             raise Problem("scaffold needs plain SGD: with momentum or Adam its control variates are not gradients")
 
     def init_server(self, clients):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"w": w, "c": torch.zeros_like(w), "clients": w.new_tensor(clients)}
 
     def init_client(self):
-        return torch.zeros_like(self.model.init(self.seed))  # c_i
+        return torch.zeros_like(self.model.init(self.context.seed))  # c_i
 
     def broadcast(self, server, ids):
         return Down(shared={"w": server["w"], "c": server["c"]})

@@ -32,9 +32,9 @@ def network() -> nn.Module:
 
 
 def _federation(entry: Entry, model: Model, clients: Clients, settings: dict[str, Any]) -> Federation:
-    settings = settings | ({"warmup": 0} if "warmup" in entry.fields else {})
-    method = entry.load()(model, **settings, cohort=len(clients))
-    return Federation(Sequential(Job(method, clients)))
+    kind = entry.load()
+    settings = settings | ({kind.warms_up: 0} if kind.warms_up else {})
+    return Federation(Sequential(Job(kind(model, **settings), clients)))
 
 
 def bytes_sent(entry: Entry) -> dict[str, Any]:

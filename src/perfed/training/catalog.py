@@ -17,7 +17,6 @@ from perfed.discover import describe, load_file, load_member, parse
 
 METHODS = Path(__file__).parent.parent / "methods"
 BASE = Path(__file__).parent.parent / "core" / "method.py"
-RUN_SETS = ("seed", "cohort", "population")  # fields of every method that the run fills in
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Entry:
     category: str
     vectorised: bool
     mixture: bool
+    warms_up: str
 
     @property
     def shipped(self) -> bool:
@@ -81,9 +81,8 @@ class Entry:
         """Return settings of the right types and inside their ranges; refuse others."""
         checked = {}
         for key, value in settings.items():
-            if key not in self.fields or key in RUN_SETS:
-                known = [name for name in self.fields if name not in RUN_SETS]
-                raise Problem(f"method '{self.name}' has no setting '{key}'{nearest(key, known)}")
+            if key not in self.fields:
+                raise Problem(f"method '{self.name}' has no setting '{key}'{nearest(key, self.fields)}")
             field = self.fields[key]
             checked[key] = convert(value, field.kind, field.bounds, f"{self.name}.{key}")
         return checked
@@ -135,7 +134,7 @@ def find(name: str) -> Entry:
 @cache
 def common() -> dict[str, Field]:
     """Return the hyper-parameters that every method has."""
-    return {name: field for name, field in _classes(BASE)["Method"].fields.items() if name not in RUN_SETS}
+    return _classes(BASE)["Method"].fields
 
 
 class _Class(NamedTuple):
@@ -145,7 +144,8 @@ class _Class(NamedTuple):
     fields: dict[str, Field]
 
 
-_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True, "mixture": False}  # constants of a method's class
+# constants of a method's class
+_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True, "mixture": False, "warms_up": ""}
 
 
 def _read(path: Path) -> Entry:

@@ -133,7 +133,7 @@ def from_dict(raw: dict[str, Any]) -> Config:
     if "local" in entries and not entries["local"].shipped:
         raise Problem("a method's file cannot be called local.py: that is what every method is measured against")
     for entry in entries.values():
-        taken = [key for key in entry.fields if key in flags() and key not in catalog.RUN_SETS]
+        taken = [key for key in entry.fields if key in flags()]
         if taken:
             raise Problem(
                 f"method '{entry.name}' calls a setting '{taken[0]}', which is an option of every run: rename it"
@@ -282,9 +282,8 @@ def _clear(folder: Path) -> None:
 def _refuse_of_others(name: str, entries: list[catalog.Entry]) -> None:
     """Refuse a setting that methods have which are not in the run; say what those of the run have instead."""
     others = [entry.name for entry in catalog.methods().values() if name in entry.fields]
-    if others and name not in catalog.RUN_SETS:
-        usual = {*catalog.common(), *catalog.RUN_SETS}
-        own = {entry.name: [key for key in entry.fields if key not in usual] for entry in entries}
+    if others:
+        own = {entry.name: [key for key in entry.fields if key not in catalog.common()] for entry in entries}
         has = [f"{method} has {', '.join(keys) or 'no settings of its own'}" for method, keys in own.items()]
         close = nearest(name, [key for keys in own.values() for key in keys])
         hint = close if "did you mean" in close else ""
@@ -326,12 +325,12 @@ def place_flags(settings: dict[str, Any], methods: list[str], raw: dict[str, Any
             _table(raw.setdefault(section, {}), section)[setting.name] = value
         elif name in catalog.common():
             _table(raw.setdefault("train", {}), "train")[name] = value
-        elif name in owners and name not in catalog.RUN_SETS:
+        elif name in owners:
             for method in owners[name]:
                 own = _table(raw.setdefault("method", {}), "method").setdefault(method, {})
                 _table(own, f"method.{method}")[name] = value
         else:
             _refuse_of_others(name, [catalog.find(method) for method in _names(raw)])
-            known = {*flags(), *catalog.common(), *owners} - set(catalog.RUN_SETS)
-            raise Problem(f"there is no option '{name}'{nearest(name, known | {'seed'})}")
+            known = {*flags(), *catalog.common(), *owners}
+            raise Problem(f"there is no option '{name}'{nearest(name, known)}")
     return raw

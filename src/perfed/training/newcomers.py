@@ -22,6 +22,7 @@ from perfed.core.data import Data
 from perfed.core.errors import Problem, nearest
 from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method
+from perfed.core.rounds import Known, Phase
 from perfed.core.tree import tree_map
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
@@ -188,7 +189,7 @@ def _general(method: Method, server: Any) -> dict[str, Tensor]:
         theta = method.global_model(server)
     except Problem:
         return {}
-    return {GENERAL: theta} if theta.shape == method.model.init(method.seed).shape else {}
+    return {GENERAL: theta} if theta.shape == (method.model.width,) else {}
 
 
 def visited(method: Method, server: Any) -> Method:
@@ -207,10 +208,6 @@ def visited(method: Method, server: Any) -> Method:
 
     @dataclasses.dataclass(frozen=True)
     class Visited(kind):
-        @property
-        def exchanges(self) -> int:
-            return 1
-
         def init_server(self, _clients: int, /) -> Any:
             return server
 
@@ -223,8 +220,11 @@ def visited(method: Method, server: Any) -> Method:
         def aggregate(self, server: Any, _cohort: Cohort, /) -> Any:
             return server
 
-        def select(self, _server: Any, ids: list[int], /) -> list[int]:
-            return ids
+        def phase(self, _server: Any, /) -> Phase:
+            return Phase()
+
+        def cohort_of(self, _server: Any, info: Known, /) -> list[int]:
+            return info.draw()
 
         def extra_traffic(self, _server: Any, /) -> dict[str, int]:
             return {}
@@ -236,7 +236,8 @@ def visited(method: Method, server: Any) -> Method:
             return general | super().models(client, down, data)
 
     Visited.__name__ = Visited.__qualname__ = kind.__name__
-    return Visited(**{field.name: getattr(method, field.name) for field in dataclasses.fields(method)})
+    settings = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return Visited(**settings).at(seed=method.context.seed)
 
 
 def load_newcomers(run: Run, data: DataConfig) -> Clients:

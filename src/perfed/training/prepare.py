@@ -121,8 +121,8 @@ def make_method(
     model = Model(network, head=config.model.head, dtype=dtype, device=device, class_weights=class_weights)
     kind, settings = entry.load(), config.settings(entry)
     try:
-        numbers = {"cohort": cohort_size(clients, run.participation), "population": clients}
-        return kind(model, **settings, seed=run.seed, **numbers)
+        cohort = cohort_size(clients, run.participation)
+        return kind(model, **settings).at(seed=run.seed, population=clients, cohort=cohort)
     except Problem as problem:
         raise SettingsProblem(str(problem)) from problem
     except TypeError as error:  # a function that it must have is missing, or @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def _spelled_out(config: Config) -> Config:
     """Spell every hyper-parameter of every method out."""
     spelled = {}
     for entry in config.entries():
-        defaults = {key: field.default for key, field in entry.fields.items() if key not in catalog.RUN_SETS}
+        defaults = {key: field.default for key, field in entry.fields.items()}
         spelled[entry.name] = defaults | config.settings(entry)
     return dataclasses.replace(config, method=spelled, train={})
 

@@ -40,7 +40,7 @@ def decisive(config: Config, entry: catalog.Entry, clients: dict[str, Any]) -> S
         for key, value in dataclasses.asdict(getattr(config, section)).items()
         if not (section == "run" and key in NEUTRAL)
     }
-    defaults = {key: field.default for key, field in entry.fields.items() if key not in catalog.RUN_SETS}
+    defaults = {key: field.default for key, field in entry.fields.items()}
     flat |= {f"{entry.name}.{key}": value for key, value in (defaults | config.settings(entry)).items()}
     if not entry.shipped:
         flat[f"{entry.name}.py"] = _digest(entry.file)

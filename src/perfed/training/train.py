@@ -16,7 +16,7 @@ from perfed.core.errors import Problem
 from perfed.engines.base import Engine, Job
 from perfed.engines.scores import PERSONAL, Scores
 from perfed.federation.faults import Faults, tally
-from perfed.federation.federation import PATIENCE, Federation, Save, evaluate, step
+from perfed.federation.federation import PATIENCE, Federation, Save, cohort_size, evaluate, step
 from perfed.federation.traffic import Traffic
 from perfed.training import catalog
 from perfed.training.config import Config
@@ -150,7 +150,9 @@ class MethodRun:
     def job(self) -> Job:
         """Return what the engine needs."""
         wire = treatment(self.config.wire)
-        return Job(self.method, self.experiment.clients, self.config.seed, wire, self.folder.path)
+        clients, seed = self.experiment.clients, self.config.seed
+        cohort = cohort_size(len(clients), self.config.participation)
+        return Job(self.method, clients, seed, cohort, wire=wire, folder=self.folder.path)
 
     def begin(self, engine: Engine, run: int) -> None:
         """Go on from the newest checkpoint, or begin."""

@@ -28,7 +28,7 @@ from perfed.training.observers.log import MetricsLog
 KEPT = 2
 ROWS = ".rows"
 FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs": {str: int}}
-FORM |= SETTINGS | {"strikes?": int, "digests?": {str: str}}
+FORM |= SETTINGS | {"strikes?": int, "digests?": {str: str}, "known?": {str: Tensor}}
 
 
 class Checkpoints:
@@ -65,6 +65,7 @@ class Checkpoints:
             "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest},
             "traffic": dataclasses.asdict(federation.traffic),
             "strikes": federation.strikes,
+            "known": federation.known.save(),
             "logs": self.log.sizes(),
             "digests": {path.name: digest for path, digest in self.log.digests().items()},
         }
@@ -197,6 +198,10 @@ def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Fe
     federation.server = server
     federation.traffic = Traffic(**state["traffic"])
     federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
+    try:
+        federation.known.restore(state.get("known", {}))
+    except Problem as problem:
+        raise Problem(f"'{path}' does not fit: {problem}") from None
 
 
 def restore(

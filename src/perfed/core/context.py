@@ -1,0 +1,42 @@
+"""Where in a run a method's function is called: what the run decides, and no setting of the method says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+@dataclass(frozen=True)
+class Context:
+    """Say where in a run a function is called; in a method it is `self.context`.
+
+    Attributes:
+        seed: the run's seed; initial models and a method's own draws follow from it.
+        round: the round that goes on, from 1; before the first 0, and between two the one that is done.
+        exchange: the exchange of the round, from 0.
+        phase: the name of the round's phase, see `Method.phase`; between two rounds there is none.
+        population: number of clients in all.
+        cohort: number of clients that a round is meant to have.
+    """
+
+    seed: int = 0
+    round: int = 0
+    exchange: int = 0
+    phase: str = ""
+    population: int = 0
+    cohort: int = 0
+
+
+class Hidden:
+    """Stand for the context inside a step: steps are recorded once and replayed in every round."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what copying asks for
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"a step reads context.{name}, but a step is the same in every round: hand what differs over through "
+            "`given`, as a tensor"
+        )
+
+
+HIDDEN = Hidden()
