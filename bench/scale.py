@@ -67,8 +67,8 @@ def federation(clients, network, cohort: int, kind: str = "ditto", budget=(None,
     from perfed.training.catalog import methods
 
     torch.set_num_threads(1)
-    method = methods()[kind].load()(Model(network), lr=0.01, epochs=1, cohort=cohort, **settings)
-    engine = Sequential(Job(method, clients), memory=budget)
+    method = methods()[kind].load()(Model(network), lr=0.01, epochs=1, **settings)
+    engine = Sequential(Job(method, clients, cohort=cohort), memory=budget)
     return Federation(engine)
 
 
