@@ -69,7 +69,7 @@ def test_reduced_version_runs_from_end_to_end(name, tmp_path, monkeypatch, capsy
     """The command as it is typed; what comes out is near what is kept, where that is."""
     monkeypatch.setattr("sys.argv", ["perfed", "table", name, "--quick", "--out", str(tmp_path), "--quiet"])
     with pytest.raises(SystemExit) as end:
-        main.main()
+        main()
     assert not end.value.code, capsys.readouterr().err
     made = protocol.reduced(protocol.find(name), [], True)
     table = result.from_csv(tmp_path / f"{name}-reduced.csv")
