@@ -390,6 +390,23 @@ def test_other_settings_in_the_same_folder_are_refused(tmp_path):
         carry_out(other, tmp_path, QUIET, SEQUENTIAL)
 
 
+def test_no_link_leads_from_a_table_to_its_cells(tmp_path):
+    """Whoever makes a table names its folder, which may be reached by a link, and nothing below it."""
+    made = protocol.chosen(protocol.reduced(protocol.find("pgfed-1"), [], True), [], ["local"], 1)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (real := tmp_path / "real").mkdir()
+    (out := tmp_path / "out").symlink_to(real)
+    cell = find_cell(made, out, next(iter(made.columns)), "local", 0).folder
+    for link in (*list(cell.parents)[2::-1], cell):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(elsewhere)
+        for use in (lambda: carry_out(made, out, QUIET, SEQUENTIAL), lambda: result.lines(made, out)):
+            with pytest.raises(Problem, match=rf"{link}' is a link, and nothing in a run folder is followed"):
+                use()
+        link.unlink()
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_cell_with_the_tables_own_network_is_known_on_another_machine(tmp_path, monkeypatch):
     digits = ["data.name=digits", "data.partition=iid", "data.normalise=channel", "data.clients=3"]
     small = [*digits, "run.rounds=1", "epochs=1"]

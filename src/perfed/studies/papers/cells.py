@@ -128,6 +128,8 @@ def _settings(config: Config) -> str:
 def find_cell(protocol: Protocol, out: Path, column: str, row: str, seed: int) -> Cell:
     """Find the run that a cell is read from: a longer one of the same settings where there is one.
 
+    No link is followed on the way from `out` to a cell: what is read and written there stays there.
+
     Args:
         protocol: the table.
         out: the folder of all tables' runs.
@@ -139,6 +141,7 @@ def find_cell(protocol: Protocol, out: Path, column: str, row: str, seed: int) -
 
     def make(name: str) -> Cell:
         folder = out / protocol.cells / name / runs.name / f"seed_{seed}"
+        files.Folder(out).has_folder(folder)  # or a Problem, where a link is on the way
         return Cell(name, runs.name, seed, runs.method, folder, wanted.first, wanted.tuned)
 
     if wanted.same:
