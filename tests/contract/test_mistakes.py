@@ -514,5 +514,5 @@ def test_an_error_of_a_worker_process_is_a_sentence_with_the_line_of_the_file(wr
     check = runner.Check("workers", partial(checks.check_engines, network="plain", engine="workers"))
     (verdict,) = runner.carried_out([check], entry)
     error = "ZeroDivisionError: integer division or modulo by zero"
-    expected = f"planted.py, line 22: client 'client_0' of Planted: {error}"
+    expected = f"planted.py, line 22: {error}"
     assert verdict == ("workers", False, expected)

@@ -9,7 +9,7 @@ import torch
 
 from perfed.cli import methods as methods_cli
 from perfed.contract import checks, toy, treatments
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Up
 from perfed.core.random import uniform
 from perfed.core.tree import tree_map
@@ -87,6 +87,11 @@ class Nothing(Transform):
         return None
 
 
+class Picky(Transform):
+    def client(self, up, key):
+        raise Problem("it takes no uploads of Local")
+
+
 class Tuples(Transform):
     def server(self, uploads):
         return uploads.mean, uploads.own
@@ -152,12 +157,13 @@ def test_a_mistake_of_a_treatment_gets_a_sentence(kind, monkeypatch):
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 def test_errors_of_a_run_name_treatment_and_method(engine):
     make = lambda wire, name="local": engine(Job(toy.maker(methods()[name])(epochs=1), toy.toy_clients(), wire=wire))
-    for wire, sentence in {
-        OneTensor(): r"wire 'OneTensor', method Local \(test_treatments.py, line \d+\): AttributeError: 'tuple' object",
-        Nothing(): r"wire 'Nothing', method Local: TypeError: client must return an Up, not None",
-        Tuples(): r"wire 'Tuples', method Local: TypeError: server must return Uploads, not tuple",
-    }.items():
-        with pytest.raises(Problem, match=sentence):
+    for wire, kind, sentence in [
+        (OneTensor(), ClientError, r"method Local \(test_treatments.py, line \d+\): AttributeError: 'tuple' object"),
+        (Nothing(), ClientError, r"method Local: TypeError: client must return an Up, not None"),
+        (Picky(), Problem, r"method Local \(test_treatments.py, line \d+\): it takes no uploads of Local"),
+        (Tuples(), Problem, r"method Local: TypeError: server must return Uploads, not tuple"),
+    ]:
+        with pytest.raises(kind, match=f"wire '{type(wire).__name__}', {sentence}"):
             Federation(make(wire)).step()
     whole = dataclasses.make_dataclass("x", [])  # a treatment that leaves its bytes as they are
     Whole = type("Whole", (Int8, whole), {"server": Transform.server})

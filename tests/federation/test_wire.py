@@ -1,20 +1,23 @@
 """What happens to an upload on its way: a client half and a server half, on every engine and in a run."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
 import perfed
 from perfed.contract import checks, toy
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Up
+from perfed.core.model import Model
 from perfed.core.tree import tree_map
 from perfed.engines.base import Job, Request
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation
+from perfed.methods.fedavg import FedAvg
 from perfed.training.catalog import methods
 from perfed.wire.base import Transform
 
@@ -89,6 +92,67 @@ def test_every_round_and_exchange_has_randomness_of_its_own():
     sent = [engine.exchange([Request(0, *place, [2], down)])[0].uploads.mean for place in places]
     assert torch.equal(sent[0], sent[3])
     assert all(checks.difference(sent[i], sent[j]) > 1e-3 for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighing(FedAvg):
+    """FedAvg whose uploads say how many samples they come from, by which a treatment may know a client."""
+
+    def local(self, client, down, data):
+        state, up = super().local(client, down, data)
+        return state, dataclasses.replace(up, weight=data.size)
+
+
+class Breaking(Transform):
+    """Clients with up to so many samples cannot treat what they send."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def client(self, up, key):
+        if int(up.weight) <= self.most:
+            raise ValueError("no room for the codebook\nwhich is large")
+        return up
+
+
+FEW = min(toy.SIZES)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+def test_a_client_that_cannot_treat_its_upload_loses_its_turn(engine):
+    method, clients = Weighing(Model(toy.plain_net, dtype=torch.float64), epochs=1), toy.toy_clients()
+    fed = Federation(ENGINES[engine](Job(method, clients, wire=Breaking(FEW))))
+    everybody, bad = range(len(toy.SIZES)), toy.SIZES.index(FEW)
+    outcome = checks.play(fed.engine, [everybody] * 2, fed)
+    expected = checks.play(Sequential(Job(method, clients)), [[id for id in everybody if id != bad]] * 2)
+    assert checks.difference(outcome.server, expected.server) == 0
+    reason = r"wire 'Breaking', method Weighing \(test_wire.py, line \d+\): ValueError: no room for the codebook"
+    refused = fed.look()
+    assert [(each.round, each.client) for each in refused] == [(1, bad), (2, bad)]
+    assert all(re.fullmatch(reason, each.reason) for each in refused), refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(FedAvg):
+    """FedAvg whose clients all fail."""
+
+    def local(self, client, down, data):
+        raise KeyError("what was sent")
+
+
+@pytest.mark.parametrize("engine", ["sequential", "workers"])
+def test_what_no_client_can_do_ends_the_run_and_names_the_first(engine):
+    """Whether its method or a treatment failed: with every engine in the same words."""
+    names, make = toy.toy_clients().names, lambda kind: kind(Model(toy.plain_net), epochs=1)
+    for method, wire, reason in (
+        (make(Weighing), Breaking(max(toy.SIZES)), r"wire 'Breaking', .*: ValueError: no room for the codebook"),
+        (make(Forgetful), Transform(), "KeyError: 'what was sent'"),
+    ):
+        fed = Federation(ENGINES[engine](Job(method, toy.toy_clients(), wire=wire)))
+        says = f"client '{names[2]}' of {type(method).__name__}: {reason}"
+        with pytest.raises(ClientError, match=f"^{says}$"):
+            fed.step([2, 3])
+        fed.engine.close()
 
 
 @pytest.mark.parametrize("lazy", [False, True])

@@ -129,10 +129,11 @@ def sentence(error: Exception) -> str:
     """
     if isinstance(error, Problem | AssertionError):
         return " ".join(str(error).split())
+    if isinstance(error, ClientError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # which of the toy clients it was helps nobody
     where = place(error)
     if isinstance(error, ClientError):  # of a worker process: its traceback is a note
-        notes = "".join(note for each in (error, error.__cause__) for note in getattr(each, "__notes__", ()))
-        frames = re.findall(r'File "([^"]*)", line (\d+)', notes)
+        frames = re.findall(r'File "([^"]*)", line (\d+)', "".join(getattr(error, "__notes__", ())))
         own = [f"{Path(name).name}, line {line}" for name, line in frames if is_own(name)]
         where = own[-1] if own else ""
     text = rule_broken(error) or reason_of(error)

@@ -15,7 +15,7 @@ class SettingsProblem(Problem):
 
 
 class ClientError(RuntimeError):
-    """What a client failed with in another process, as a sentence; the traceback is a note of it."""
+    """What a client failed with, as a sentence; its cause or, from another process, a note has the traceback."""
 
 
 def refuse_file(name: str, where: str) -> None:

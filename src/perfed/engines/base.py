@@ -22,7 +22,7 @@ from perfed.accel.fast_model import FastModel
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.context import Context
 from perfed.core.data import Data
-from perfed.core.errors import Problem
+from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Down, Up, Uploads
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
@@ -155,7 +155,7 @@ class Training(NamedTuple):
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:
         state, up = self._trained(self.method.client_part(state, down, data))
         if type(self.wire) is not Identity:  # whoever derives from it may do more
-            with treatment_told(self.wire, self.method):
+            with treatment_told(self.wire, self.method, ClientError):  # this client's alone, as far as it knows
                 up = self.wire.client(up, derive(key, WIRE))
                 if not isinstance(up, Up):
                     raise TypeError(f"client must return an Up, not {kind_of(up)}")

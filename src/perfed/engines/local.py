@@ -66,7 +66,7 @@ class Sequential(Engine):
         """
         if all(isinstance(outcome, Exception) for outcome in outcomes):
             self.close()
-            raise self._error_of_all(work, outcomes[0])
+            raise self._told(work.run, outcomes[0], work.ids[:1])
         forms = [None if isinstance(outcome, Exception) else kinds(outcome) for outcome in outcomes]
         usual = self._declared(work) or most_frequent(forms)
         kept, failures = [], []
@@ -110,17 +110,13 @@ class Sequential(Engine):
         except Exception as error:
             return error
 
-    def _error_of_all(self, work: Work, error: Any) -> Exception:
-        """Return what ends a run whose clients all failed; `error` is the first one's."""
-        return self._told(work.run, error, work.ids[:1])
-
     def _told(self, run: int, error: Any, ids: Sequence[int]) -> Exception:
-        """Return an error of another process as a sentence that says whose it is; others say so with a traceback."""
-        if not isinstance(error, ClientError):
+        """Return an error of clients as a sentence that says whose it is; a Problem is everybody's."""
+        if isinstance(error, Problem):
             return error
         names = [f"client '{self.infos[run].names[id]}'" for id in ids]
         several = f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names) or "scoring"
-        told = ClientError(f"{several} of {type(self.jobs[run].method).__name__}: {error}")
+        told = ClientError(f"{several} of {type(self.jobs[run].method).__name__}: {reason_of(error)}")
         told.__cause__ = error
         return told
 

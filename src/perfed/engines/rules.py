@@ -73,12 +73,18 @@ def wire_name(wire: Transform) -> str:
 
 
 @contextlib.contextmanager
-def treatment_told(wire: Transform, method: Method) -> Iterator[None]:
-    """Tell an error of a treatment's half with the names of the treatment and of the method whose uploads it has."""
+def treatment_told(wire: Transform, method: Method, kind: type[Exception] = Problem) -> Iterator[None]:
+    """Tell an error of a treatment's half with the names of the treatment and of the method whose uploads it has.
+
+    Args:
+        wire: the treatment.
+        method: the method.
+        kind: of the error that is raised; what breaks a rule, or is a Problem already, is one for everybody.
+    """
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, Problem) else f"{type(error).__name__}: "
-        text, where = rule_broken(error) or kind + str(error).partition("\n")[0], place(error)
+        problem, rule, where = isinstance(error, Problem), rule_broken(error), place(error)
+        text = rule or ("" if problem else f"{type(error).__name__}: ") + str(error).partition("\n")[0]
         title = f"wire '{wire_name(wire)}', method {type(method).__name__}"
-        raise Problem(f"{title}{f' ({where})' if where else ''}: {text}") from error
+        raise (Problem if problem or rule else kind)(f"{title}{f' ({where})' if where else ''}: {text}") from error
