@@ -22,7 +22,8 @@ from perfed.core.tree import flatten, rows, send, stack, tree_map, unflatten
 
 FEWEST = 16  # rows that a table begins with
 IN_USE = 64  # rows of a budget that are left free for copies in use, such as those of clients that are evaluated
-PORTION = 1 << 22  # bytes of rows that are in memory at a time when all are saved
+# Bytes of rows that are in memory at a time when all are saved; pieces of several MB leave gaps in the heap (30 MB).
+PORTION = 1 << 20
 
 
 class States(MutableMapping[int, State]):
