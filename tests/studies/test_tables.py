@@ -843,7 +843,7 @@ def test_mixtures_are_kept_while_a_cell_is_trained(tmp_path):
         folder = alphas(tmp_path, seed).parent
         experiment = prepare(RunFolder(folder).config())
         method = experiment.method(catalog.find("pfedmb"))
-        federation = Federation(Sequential(Job(method, experiment.clients, seed=seed)))
+        federation = Federation(Sequential(Job(method, experiment.clients, seed, method.context.cohort)))
         lines = [json.loads(line) for line in alphas(tmp_path, seed).read_text().splitlines()]
         assert [line["round"] for line in lines] == [1, 2, 3, 4]
         for line in lines:

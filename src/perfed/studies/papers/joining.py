@@ -17,7 +17,7 @@ from perfed.training.newcomers import visit
 from perfed.training.prepare import Experiment
 
 # Settings that newcomers take from the method.
-ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size", "seed")
+ALIKE = ("lr", "momentum", "nesterov", "weight_decay", "optimizer", "batch_size")
 
 
 def first_clients(experiment: Experiment, share: float) -> Experiment:
