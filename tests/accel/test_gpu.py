@@ -13,14 +13,18 @@ import torch.nn.functional as F
 from perfed.accel import autotune
 from perfed.accel.fast_model import FastModel
 from perfed.contract import checks, toy
+from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients, Split
 from perfed.core.model import Batch, Model
+from perfed.core.random import derive
+from perfed.core.rates import Rates
 from perfed.core.tree import tree_map
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation, evaluate, step
+from perfed.federation.optimizers import ServerOptimizer
 from perfed.methods.fedavg import FedAvg
 from perfed.models import make_network
 from perfed.models.config import ModelConfig
@@ -75,6 +79,24 @@ def test_recorded_on_a_gpu_equals_cpu(name, network):
     compare(checks.play(Recorded(Job(on("cuda", name, network), toy.toy_clients(), seed=5))), expected)
 
 
+@needs_triton
+@pytest.mark.parametrize("kind", ["momentum", "yogi"])
+@pytest.mark.parametrize("name", ["fedavg", "ditto", "fedrep", "ifca", "pfedme", "perfedavg"])
+def test_options_of_every_method_on_a_gpu(name, kind):
+    """A schedule, clipping and an optimiser of the server, whose verdicts stay on the GPU; nothing is recorded anew."""
+    outcomes = []
+    for device, engine in (("cpu", Sequential), ("cuda", functools.partial(Recorded, notice=pytest.fail))):
+        job = Job(on(device, name, "norm", clip=0.5), toy.toy_clients(), seed=5, rates=Rates("cosine", 3))
+        trained = engine(job)
+        federation = Federation(trained, optimizer=ServerOptimizer(kind, 0.05))
+        outcomes.append(checks.play(trained, federation=federation))
+    compare(outcomes[1], outcomes[0])
+    federation.step(toy.COHORTS[0])
+    known = len(trained.runner.recorder.loops)
+    federation.step(toy.COHORTS[0])
+    assert len(trained.runner.recorder.loops) == known
+
+
 def images():
     """Three clients of different sizes, kept as bytes: their batches are made by a kernel."""
     draw = torch.Generator().manual_seed(0)
@@ -85,6 +107,25 @@ def images():
 
     half = torch.full((3, 1, 1), 0.5)
     return Clients(("a", "b", "c"), split(40, 13, 27), split(5, 5, 5), split(9, 9, 9), 10, half, half)
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", ["flip", "crop", "crop-flip"])
+def test_images_move_inside_the_kernel(kind):
+    from perfed.accel.kernels.rows import gather
+
+    clients = images().to("cuda")
+    source, normal = clients.train, (clients.mean, clients.std)
+    table = torch.arange(3 * 4 * 5, device="cuda").view(3, 4, 5) % 11
+    table[1, :, 3:] = -1
+    drawn = moves(kind, derive(torch.arange(12, device="cuda").view(3, 4), 1), 5)
+    counter = torch.tensor([2], device="cuda")
+    x, y, weight = gather(source, normal, table, counter, source.starts, 3, drawn)
+    rows = (table[:, 2].clamp_min(0) + source.starts[:, None]).flatten()
+    expected = clients.ready(moved(source.x[rows], drawn[:, 2].flatten()), torch.float32).view(3, 5, 3, 32, 32)
+    torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(y.flatten(), source.y[rows])
+    assert torch.equal(weight, (table[:, 2] >= 0).float())
 
 
 def network(name, norm="group"):

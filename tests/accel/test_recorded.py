@@ -374,3 +374,12 @@ def test_batch_norm_has_one_layout_under_vmap(monkeypatch):
     assert seen == {3}
     alone = torch.stack([model.apply(theta[0], rows, train=True)[0] for rows in x])
     torch.testing.assert_close(many, alone)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbabu"])  # all of the model, and a part of it
+def test_every_client_is_clipped_by_its_own_norm(name):
+    make = lambda clip: toy.maker(methods()[name])(epochs=1, clip=clip)
+    clients, cohorts = toy.toy_clients((8, 3, 5)), [(0, 1, 2)]
+    expected = checks.play(Sequential(Job(make(0.3), clients)), cohorts)
+    checks.compare(checks.play(Vectorised(Job(make(0.3), clients), fast=True), cohorts), expected, "recorded", 1e-12)
+    assert checks.difference(checks.play(Sequential(Job(make(0.0), clients)), cohorts).server, expected.server) > 1e-3

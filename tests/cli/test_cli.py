@@ -129,7 +129,7 @@ def test_a_group_of_a_help_fits_a_page(call, monkeypatch, verb):
     groups = re.split(r"^\w[\w ]*:$", out, flags=re.MULTILINE)
     assert max(group.strip("\n").count("\n") for group in groups) <= 50
     if verb in ("run", "compare", "tune"):
-        titles = ["Arguments", "Options", "Data", "Partition", "Network", "Run", "Engine", "Training"]
+        titles = ["Arguments", "Options", "Data", "Partition", "Network", "Run", "Optimisation", "Engine", "Training"]
         assert [line[:-1] for line in re.findall(r"^\w[\w ]*:$", out, re.MULTILINE)] == titles
 
 

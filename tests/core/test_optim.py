@@ -27,9 +27,11 @@ def pull(theta):
     return torch.sin(3 * theta) + 0.3 * theta**2
 
 
-def with_torch(optimiser, parameter, gradient=pull):
+def with_torch(optimiser, parameter, gradient=pull, clip=None):
     for _ in range(STEPS):
         parameter.grad = gradient(parameter.detach())
+        if clip:
+            torch.nn.utils.clip_grad_norm_(parameter, clip)
         optimiser.step()
     return parameter.detach()
 
@@ -80,15 +82,16 @@ def a_method(clients, build=plain_net, **settings):
     return World(build, clients, lr=0.1, **({"weight_decay": 0.0} | settings)).federation(FedAvg).method
 
 
-def torch_optimiser(parameter, optimizer="sgd", **settings):
+def torch_optimiser(parameter, optimizer="sgd", clip=None, **settings):
     kind = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
     return kind([parameter], lr=0.1, **settings)
 
 
 UPDATES = [*SGD, {"optimizer": "adam"}, {"optimizer": "adam", "weight_decay": 0.1}]
+CLIPPED = [{"momentum": 0.9, "weight_decay": 0.1, "clip": 0.4}, {"optimizer": "adam", "weight_decay": 0.1, "clip": 0.4}]
 
 
-@pytest.mark.parametrize("settings", UPDATES)
+@pytest.mark.parametrize("settings", [*UPDATES, *CLIPPED])
 @pytest.mark.parametrize("build", [plain_net, norm_net])
 def test_update(build, settings, clients):
     """Buffers get no step and no decay."""
@@ -96,22 +99,22 @@ def test_update(build, settings, clients):
     theta, P = start(method.model.width), method.model.P
     parameter = torch.nn.Parameter(theta[:P].clone())
     actual, _ = descend(method, theta)
-    same(actual[:P], with_torch(torch_optimiser(parameter, **settings), parameter))
+    same(actual[:P], with_torch(torch_optimiser(parameter, **settings), parameter, clip=settings.get("clip")))
     end = method.model.size
     assert torch.equal(actual[P:end], theta[P:end])
 
 
 @pytest.mark.parametrize("only", ["head", "body", "0.bias", "!head"])
-@pytest.mark.parametrize("settings", UPDATES)
+@pytest.mark.parametrize("settings", [*UPDATES, *CLIPPED])
 def test_update_of_a_part(settings, only, clients):
-    """Outside: not one bit of theta or of the optimiser's state; inside: as if the rest did not exist."""
+    """Outside: not one bit of theta or of the optimiser's state; inside: as if the rest did not exist, nor its norm."""
     method = a_method(clients, norm_net, **settings)
     theta = start(method.model.width)
     part = method.model.part(only)
     inside = part.mask & method.model.weights.mask
     parameter = torch.nn.Parameter(theta[inside].clone())
     actual, state = descend(method, theta, only)
-    same(actual[inside], with_torch(torch_optimiser(parameter, **settings), parameter))
+    same(actual[inside], with_torch(torch_optimiser(parameter, **settings), parameter, clip=settings.get("clip")))
     assert torch.equal(actual[~inside], theta[~inside])
     for tensor in (state,) if settings.get("optimizer", "sgd") == "sgd" else state[:2]:
         assert not len(tensor) or not tensor[~inside].any()  # without momentum there is no state
@@ -136,3 +139,37 @@ def test_part_of_a_network_in_training(clients):
 def test_settings_that_contradict_each_other(wrong, why, clients):
     with pytest.raises(Problem, match=why):
         a_method(clients, **wrong)
+
+
+def frozen_net():
+    """A network whose first layer is not learned."""
+    net = norm_net()
+    net[0].requires_grad_(False)
+    return net
+
+
+def test_short_gradients_are_not_touched(clients):
+    method, g = a_method(clients, clip=3.0), torch.ones(4, dtype=torch.float64)
+    assert torch.equal(method.clipped(g), g)
+    assert torch.equal(method.clipped(0 * g), 0 * g)
+    assert a_method(clients).clipped(g) is g
+    torch.testing.assert_close(method.clipped(9 * g).norm(), torch.tensor(3.0).double(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("build", [norm_net, frozen_net])
+def test_a_clients_step_is_that_of_clip_grad_norm(build, clients):
+    """One full batch through a whole method: statistics, frozen layers and padding are no part of the norm."""
+    world = World(build, clients, lr=0.1, momentum=0.0, weight_decay=0.1, clip=0.05)
+    method = replace(world.federation(FedAvg).method, batch_size=100, epochs=1)
+    data = ClientData(clients, 0, torch.tensor(1), method)
+    theta, count = method.model.init(0), clients.train.size[0]
+    net = method.model.module(theta).train()
+    if build is frozen_net:
+        net[0].requires_grad_(False)
+    learned = [p for p in net.parameters() if p.requires_grad]
+    loss = torch.nn.functional.cross_entropy(net(clients.train.x[:count].double()), clients.train.y[:count])
+    loss.backward()
+    assert torch.nn.utils.clip_grad_norm_(learned, 0.05) > 0.1
+    torch.optim.SGD(learned, lr=0.1, weight_decay=0.1).step()
+    expected = method.model.flat(net.state_dict())
+    torch.testing.assert_close(method.descend(theta, data), expected, rtol=1e-9, atol=1e-12)

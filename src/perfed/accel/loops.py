@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from perfed.accel.kernels.hash import mix, step_keys, tickets
 from perfed.accel.kernels.rows import batches, fill, gather, weighted_sum
 from perfed.accel.schedule import Program
 from perfed.accel.trace import Rows, record
+from perfed.core.augment import moved
 from perfed.core.clients import Clients
 from perfed.core.data import form, refuse_other_form
 
@@ -81,13 +83,22 @@ class Loop:
         draws, steps, slots = shape
         self.tables = [whole(rows, steps, slots) for _ in range(draws)]  # samples of every step, -1: none
         self.keys = [whole(rows) for _ in range(draws)]
+        augmented = self.tables if keyed and clients.augment != "none" else []
+        self.moves = [torch.zeros_like(table, dtype=torch.uint8) for table in augmented]  # what happens to images
         self.start, self.counter = whole(rows), whole(1)  # first sample of each row, and the number of the step
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | Again] = {}  # by rows and steps
         self.replayed: dict[int, int] = {}  # steps by rows
         self.step: Rows | None = None  # the operations of a step, for any number of rows
         self.programs: dict[int, Program] = {}  # by rows; graphs read their constants
 
-    def load(self, inside: list[Tensor], index: list[Tensor], keys: list[Tensor], start: Tensor) -> list[Tensor]:
+    def load(
+        self,
+        inside: list[Tensor],
+        index: list[Tensor],
+        keys: list[Tensor],
+        start: Tensor,
+        moves: list[Tensor] | None = None,
+    ) -> list[Tensor]:
         """Put a fold here, and return where its carry is."""
         rows = len(start)
         carry = [c[:rows] for c in self.carry]
@@ -99,6 +110,8 @@ class Loop:
             table[:rows, :steps, :slots] = samples
             table[:rows, :steps, slots:] = -1
             key[:rows] = fresh
+        for place, drawn in zip(self.moves, moves or (), strict=True):
+            place[:rows, : drawn.shape[1], : drawn.shape[2]] = drawn
         self.start[:rows] = start
         self.counter.zero_()
         return carry
@@ -107,22 +120,26 @@ class Loop:
     def rows(self) -> int:
         return len(self.start)
 
-    def _batch(self, table: Tensor, key: Tensor, width: int) -> list[Tensor]:
+    def _batch(self, table: Tensor, key: Tensor, moves: Tensor | None, width: int) -> list[Tensor]:
         clients, source = self.clients, self.clients.split(self.split)
         images = source.x.dtype == torch.uint8 and source.x.dim() == 4 and source.x.shape[1] <= 4
         if images and source.x.is_contiguous() and self.dtype == torch.float32:
             normal = None if clients.mean is None or clients.std is None else (clients.mean, clients.std)
-            x, y, weight = gather(source, normal, table, self.counter, self.start, width)
+            x, y, weight = gather(source, normal, table, self.counter, self.start, width, moves)
         else:
             index = table[:width].index_select(1, self.counter)[:, 0]
             sample = (index.clamp_min(0) + self.start[:width, None]).clamp_max(len(source.y) - 1)
-            x = clients.ready(source.x[sample.flatten()], self.dtype).unflatten(0, sample.shape)
+            x = source.x[sample.flatten()]
+            if moves is not None:
+                x = moved(x, moves[:width].index_select(1, self.counter).flatten())
+            x = clients.ready(x, self.dtype).unflatten(0, sample.shape)
             y, weight = source.y[sample], (index >= 0).to(self.dtype)
         keys = step_keys(key[:width], self.counter) if self.keyed and self.draws else key[:width]
         return [x, y, weight, keys] if self.weighted else [x, y, keys]
 
     def _inputs(self, width: int) -> tuple[list[Tensor], list[Tensor]]:
-        samples = [t for table, key in zip(self.tables, self.keys, strict=True) for t in self._batch(table, key, width)]
+        draws = zip_longest(self.tables, self.keys, self.moves)
+        samples = [tensor for draw in draws for tensor in self._batch(*draw, width)]
         given = [g[:width] if b else g for g, b in zip(self.given, self.batched, strict=True)]
         return samples, given
 

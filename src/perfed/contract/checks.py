@@ -20,12 +20,14 @@ from torch import Tensor
 from perfed.contract.toy import CLASSES, COHORTS, disagreeing_clients, job, maker, networks, toy_clients
 from perfed.core.clients import Clients
 from perfed.core.method import Method
+from perfed.core.rates import Rates
 from perfed.core.tree import leaves
 from perfed.engines.base import Engine, Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
 from perfed.federation.federation import Federation, evaluate, step
+from perfed.federation.optimizers import ServerOptimizer
 from perfed.training import files
 from perfed.training.catalog import Entry, methods
 
@@ -113,10 +115,13 @@ def compare(outcome: Outcome, expected: Outcome, title: str, tolerance: float = 
         assert worst <= tolerance, f"{title} differs in {field.name} by {worst:.1e} (relative)"
 
 
+JOBS: dict[str, Callable[[Job], Engine]] = {
+    "workers": lambda job: Workers(job, workers=2),
+    "vectorised": Vectorised,
+    "vectorised in blocks": lambda job: Vectorised(job, block=2, sizes=(2, 3)),
+}
 ENGINES: dict[str, MakeEngine] = {  # each takes a method, clients, and perhaps what happens to uploads
-    "workers": lambda *about: Workers(job(*about), workers=2),
-    "vectorised": lambda *about: Vectorised(job(*about)),
-    "vectorised in blocks": lambda *about: Vectorised(job(*about), block=2, sizes=(2, 3)),
+    name: lambda *about, make=make: make(job(*about)) for name, make in JOBS.items()
 }
 
 
@@ -199,6 +204,25 @@ def check_together(entry: Entry) -> None:
             assert worst <= CLOSE, f"{title} differs in {name} by {worst:.1e} (relative)"
     servers = [leaves(federation.server) for federation in alone]
     assert not servers[0] or difference(servers[0], servers[1]) > 0, "another seed changes nothing"
+
+
+def check_options(entry: Entry, engine: str = "vectorised", optimizer: ServerOptimizer | None = None) -> None:
+    """Compare an engine with the sequential one under a learning rate that changes, with clipping.
+
+    Args:
+        entry: the method.
+        engine: a name out of ENGINES.
+        optimizer: the server's; None: it has none.
+    """
+    make, rates = maker(entry, "norm"), Rates("cosine", rounds=len(COHORTS))
+    if engine.startswith("vectorised") and not make().vectorised:
+        return
+
+    def outcome(kind: Callable[[Job], Engine]) -> Outcome:
+        trained = kind(Job(make(clip=0.5), toy_clients(), seed=5, rates=rates))
+        return play(trained, federation=Federation(trained, optimizer=optimizer))
+
+    compare(outcome(JOBS[engine]), outcome(Sequential), f"{engine} with a schedule and clipping")
 
 
 def check_saved(entry: Entry) -> None:

@@ -59,6 +59,7 @@ FOLLOWS = (
 BATCHED = (
     Check("compiled steps equal plain ones", checks.check_compiled),
     Check("several runs in one batch equal each alone", checks.check_together),
+    Check("vectorised equals sequential under a schedule, clipped", checks.check_options),
 )
 
 

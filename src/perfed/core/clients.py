@@ -51,6 +51,7 @@ class Clients:
         partition: how the clients came about and how uneven they are, in plain values.
         notices: sentences that are said before a run begins: what was done to the data, and what looks wrong with them.
         preparation: how rows of a table became these samples, in plain values.
+        augment: what happens to the training images of a batch, see `core.augment`; never to those of an exact mean.
     """
 
     names: tuple[str, ...]
@@ -65,6 +66,7 @@ class Clients:
     partition: dict[str, Any] | None = None
     notices: tuple[str, ...] = ()
     preparation: dict[str, Any] | None = None
+    augment: str = "none"
 
     def __len__(self) -> int:
         return len(self.names)

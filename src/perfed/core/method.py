@@ -22,7 +22,7 @@ from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates, checked, convert, hyper
 from perfed.core.messages import Cohort, Down, Up
-from perfed.core.model import Batch, Model
+from perfed.core.model import Batch, Model, Part
 from perfed.core.optim import adam, adam_start, sgd
 from perfed.core.rounds import Known, Phase, Selection
 from perfed.core.tree import leaves, tree_map
@@ -52,6 +52,8 @@ class Method(ABC):
         starts: the setting that says how many initial models there are, which must differ or stay equal for ever.
         warms_up: the setting that says after how many rounds a method's own begin; before them it is another one.
         context: where in a run its functions are called.
+        averages: False where the server does not simply add the mean of `Up.mean`, the change of a model: no optimiser
+            of a server steps in its place then.
     """
 
     model: Model
@@ -59,6 +61,9 @@ class Method(ABC):
     momentum: float = hyper(0.0, "momentum of local SGD; its buffer is new every round", at_least=0, below=1)
     nesterov: bool = hyper(False, "Nesterov momentum")
     weight_decay: float = hyper(0.0, "L2 decay added to the gradient, as in PyTorch", at_least=0)
+    clip: float = hyper(
+        0.0, "largest norm of a local step's gradient, longer ones are shortened; 0: no limit", at_least=0
+    )
     optimizer: Literal["sgd", "adam"] = hyper("sgd", "local optimiser")
     epochs: int = hyper(5, "local epochs per round", at_least=1, at_most=10_000)
     batch_size: int = hyper(
@@ -75,6 +80,7 @@ class Method(ABC):
     mixture: ClassVar[bool] = False
     starts: ClassVar[str] = ""
     warms_up: ClassVar[str] = ""
+    averages: ClassVar[bool] = True
 
     @classmethod
     def refuse_undeclared(cls) -> None:
@@ -124,6 +130,11 @@ class Method(ABC):
     def groups(self) -> int:
         """Return the number of groups that `Up.group` may name."""
         return 1
+
+    @property
+    def sent(self) -> Part:
+        """Return the part of theta whose change `Up.mean` is, where it is not all of theta."""
+        return self.model.everything
 
     @property
     def one_for_all(self) -> bool:
@@ -286,8 +297,12 @@ class Method(ABC):
             return adam_start(theta)
         return torch.zeros_like(theta if self.momentum else theta[:0])  # without momentum there is nothing to carry
 
+    def clipped(self, g: Tensor) -> Tensor:
+        """Return the gradient `g`, shortened to the norm `clip` where it is longer, as by PyTorch's clip_grad_norm_."""
+        return g * (self.clip / (g.norm() + 1e-6)).clamp_max(1) if self.clip else g
+
     def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
-        """Take one optimiser step.
+        """Take one optimiser step: along the gradient, clipped, with what weight decay adds to it.
 
         Args:
             theta: the model.
@@ -300,6 +315,7 @@ class Method(ABC):
         """
         if only is not None:
             g = self.model.part(only).only(g)  # before the decay: an engine sees that the rest is not needed
+        g = self.clipped(g)
         if self.weight_decay:
             decayed = self.model.weights.only(theta) if self.model.fixed else theta
             g = g + self.weight_decay * (decayed if only is None else self.model.part(only).only(decayed))

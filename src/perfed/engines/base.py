@@ -27,6 +27,7 @@ from perfed.core.messages import Down, Up, Uploads
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
+from perfed.core.rates import Rates
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
 from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
@@ -51,6 +52,7 @@ class Job:
         cohort: number of clients in a round; 0: all.
         wire: what happens to uploads on their way.
         folder: where clients' states are written that memory has no room for; None: the system's temporary folder.
+        rates: what the method's learning rate is multiplied by in each round.
     """
 
     method: Method
@@ -59,6 +61,17 @@ class Job:
     cohort: int = 0
     wire: Transform = Identity()  # noqa: RUF009 (it has no state)
     folder: Path | None = None
+    rates: Rates = Rates()  # noqa: RUF009 (nor has this)
+
+    def at(self, *, round: int, **place: Any) -> Method:
+        """Return the method at a place in the run, with that round's learning rate.
+
+        Args:
+            round: the round; an evaluation has that of the round before it.
+            place: what else its context says, such as `exchange=1`.
+        """
+        method, factor = self.method.at(round=round, **place), self.rates.factor(round)
+        return method if factor == 1 else method.at_rate(method.lr * factor)
 
 
 @dataclass(frozen=True)
@@ -340,7 +353,7 @@ class Engine(ABC):
 
     def _training(self, request: Request) -> Work:
         run, round, exchange, ids, down, done, phase, steps = request
-        method = self.jobs[run].method.at(round=round, exchange=exchange, phase=phase)
+        method = self.jobs[run].at(round=round, exchange=exchange, phase=phase)
         refuse_other_rows(method, down, len(ids))
         task, key = Training(method, self.jobs[run].wire), self._key(run, TRAIN, round, exchange)
         return Work(run, task, key, ids, self.states[run].take(ids), down, done, steps)
@@ -425,7 +438,7 @@ class Engine(ABC):
 
     def _evaluation(self, request: EvaluationRequest) -> Work:
         run, round, ids, down, keep, full, score, general = request
-        method = self.jobs[run].method.at(round=round)
+        method = self.jobs[run].at(round=round)
         if shares_one_model(method, down):  # it is enough to ask one client; the model is scored afterwards
             ids, task = ids[:1], Evaluation(method, (), True)
         else:

@@ -8,7 +8,6 @@ carries sample weights. A `Runner` runs a step plainly, compiled, or from a reco
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
@@ -36,8 +36,8 @@ def holding(method: Method, settings: dict[str, Any]) -> Method:
     """Return the method with other settings, which may be tensors."""
     if not settings:
         return method
-    changed = copy.copy(method)
-    for name, value in settings.items():
+    changed = object.__new__(type(method))  # the compiler cannot follow copy.copy into what hides the context
+    for name, value in {**vars(method), **settings}.items():
         object.__setattr__(changed, name, value)  # frozen for everybody else
     return changed
 
@@ -75,11 +75,22 @@ class Block:
         """Return the first row of each client."""
         return self.clients.split(split).starts.index_select(0, self.where)
 
-    def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
+    def gather(self, split: str, index: Tensor, start: Tensor, move: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gather samples [rows, batch, ...]; index -1 is filling and takes a client's first sample.
+
+        Args:
+            split: where they are.
+            index: [rows, batch], each client's samples.
+            start: [rows], the first sample of each.
+            move: [rows, batch], what happens to images; None: nothing.
+
+        Returns:
+            Samples and labels.
+        """
         source = self.clients.split(split)
         rows = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
-        x = self.clients.ready(source.x[rows.flatten()], self.dtype)
+        x = source.x[rows.flatten()]
+        x = self.clients.ready(x if move is None else moved(x, move.flatten()), self.dtype)
         return x.unflatten(0, rows.shape), source.y[rows]
 
 
@@ -167,7 +178,9 @@ class _Fold(_Loop):
         machine = block.runner.machine(key.device)
         keys = [plan.key(key, draw, machine.mix if machine else mix) for draw in range(plan.draws)]
         index = [_table(k, size, sizes, totals, plan, machine) for k in keys]  # each [rows, steps, batch]
-        fold = Fold(block, step, form, carried, batched, plan, keys, index, start, size, totals)
+        augment = block.clients.augment
+        move = [_moves(augment, k, table) for k, table in zip(keys, index, strict=True)] if augment != "none" else None
+        fold = Fold(block, step, form, carried, batched, plan, keys, index, move, start, size, totals)
         final = fold.recorded(inside) if block.runner.recorder else fold.plain(inside)
         if moved:
             way = integers(back, key.device)
@@ -187,6 +200,7 @@ class Fold:
     plan: Plan
     keys: list[Tensor]  # for each draw [rows]
     index: list[Tensor]  # for each draw [rows, steps, slots]
+    move: list[Tensor] | None  # for each draw [rows, steps, slots], what happens to images; None: nothing
     start: Tensor  # [rows], first samples
     size: list[int]  # samples of each row
     totals: list[int]  # steps of each row
@@ -214,8 +228,9 @@ class Fold:
             for step in range(first, first + steps):
                 partial = any(_partial(n, plan, step) for n in self.size[:active])
                 batches = []
-                for table, k in zip(self.index, self.keys, strict=True):
-                    x, y = self.block.gather("train", table[:width, step], self.start[:width])
+                for draw, (table, k) in enumerate(zip(self.index, self.keys, strict=True)):
+                    move = None if self.move is None else self.move[draw][:width, step]
+                    x, y = self.block.gather("train", table[:width, step], self.start[:width], move)
                     weight = (table[:width, step] >= 0).to(self.block.dtype) if partial else None
                     batches.append(Batch(x, y, weight, step_key(k[:width], step)))
                 old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *theirs])
@@ -231,15 +246,16 @@ class Fold:
         assert runner.recorder is not None
         if not self.totals or not self.totals[0]:
             return [t.contiguous() for t in inside[: self.carried]]
-        sizes = set(self.block.clients.train.size)
+        clients = self.block.clients
+        sizes = set(clients.train.size)
         weighted = any(n % plan.batch_size for n in sizes)
         body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
-        key = ("fold", self.block.clients, plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        key = ("fold", clients, clients.augment, plan, weighted, *runner.identity(self.step, self.form, self.batched))
         shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
-        about = (self.block.clients, "train", self.block.dtype, True, weighted, body, self.carried)
+        about = (clients, "train", self.block.dtype, True, weighted, body, self.carried)
         loop = runner.recorder.loop(key, inside, self.batched, shape, *about)
         self._count()
-        return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start), self.totals)
+        return runner.replay(loop, loop.load(inside, self.index, self.keys, self.start, self.move), self.totals)
 
 
 def _phases(totals: list[int]) -> list[tuple[int, int, int]]:
@@ -279,6 +295,12 @@ def _table(
     inside = (place < sizes[:, None, None]) & (step < total[:, None])[:, :, None]
     row = torch.arange(len(size), device=key.device)[:, None, None]
     return torch.where(inside, order[which[:, :, None], row, place.clamp_max(order.shape[2] - 1)], -1)
+
+
+def _moves(augment: str, key: Tensor, table: Tensor) -> Tensor:
+    """Return what happens to the image in each slot of a table, 1 byte for each."""
+    _, steps, slots = table.shape
+    return moves(augment, step_key(key[:, None], torch.arange(steps, device=key.device)), slots)
 
 
 def _order(

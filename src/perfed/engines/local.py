@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, step_key
 from perfed.core.errors import ClientError, Problem
@@ -155,19 +156,23 @@ class ClientData(Data):
         key, total = plan.key(self.key, draw), plan.total(size)
         if total == 0:
             return
-        keys = iter(step_key(key, torch.arange(total, device=key.device)).unbind())
-        for epoch in range(-(-total // plan.batches(size))):
-            left = (total - epoch * plan.batches(size)) * plan.batch_size
+        step_keys, each = step_key(key, torch.arange(total, device=key.device)), plan.batches(size)
+        keys = iter(step_keys.unbind())
+        for epoch in range(-(-total // each)):
+            left = (total - epoch * each) * plan.batch_size
             order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
-            for x, y in self._ready_batches(order, plan.batch_size):
+            for x, y in self._ready_batches(order, plan.batch_size, step_keys[epoch * each : (epoch + 1) * each]):
                 yield Batch(x, y, None, next(keys))
 
-    def _ready_batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _ready_batches(self, order: Tensor, batch_size: int, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of the training samples `order`; many are made ready together, which halves the work."""
-        source = self.clients.train
-        together = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
-        for part in order.split(together):
-            x = self.clients.ready(source.x.index_select(0, part), self.dtype)
+        source, augment = self.clients.train, self.clients.augment
+        together = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1)))  # batches
+        for part, theirs in zip(order.split(together * batch_size), keys.split(together), strict=True):
+            x = source.x.index_select(0, part)
+            if augment != "none":
+                x = moved(x, moves(augment, theirs, min(batch_size, len(order))).flatten()[: len(x)])
+            x = self.clients.ready(x, self.dtype)
             yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:

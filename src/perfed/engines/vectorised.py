@@ -25,7 +25,7 @@ from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive, mix
-from perfed.core.tree import integers, tree_map
+from perfed.core.tree import integers, send, tree_map
 from perfed.engines.base import Engine, EvaluationReply, EvaluationRequest, Job, Reply, Request, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 from perfed.engines.local import reason_of
@@ -211,6 +211,9 @@ class Vectorised(Engine):
         keys = torch.stack([work.key for work in works]).index_select(0, whose)
         keys = derive(keys, where, mix=machine.mix if machine else mix)
         varied = {name: values.index_select(0, whose) for name, values in _varied(jobs).items()}
+        if any(job.rates.schedule != "constant" for job in jobs):  # a number that records read, not one they hold
+            rates = torch.tensor([work.task.method.lr for work in works], dtype=method.model.dtype)
+            varied["lr"] = send(rates, where.device).index_select(0, whose)
         if SEED in varied:
             method = holding(method, {"model": self._model_of_all})
         shared = works[0].down.shared  # for all rows, where there is one run
@@ -252,6 +255,8 @@ def join(several: Sequence[Clients]) -> Clients:
     for other in several:
         if other.shape != first.shape or not _alike(other.mean, first.mean) or not _alike(other.std, first.std):
             raise Problem("runs that train together need samples of one shape, normalised alike")
+        if other.augment != first.augment:
+            raise Problem("runs that train together need the same augmentation")
     splits = {}
     for name in SPLITS:
         parts = [clients.split(name) for clients in several]
@@ -280,7 +285,7 @@ def _alike(first: Tensor | None, second: Tensor | None) -> bool:
 def _same_samples(first: Clients, second: Clients) -> bool:
     if first is second:
         return True
-    if not _alike(first.mean, second.mean) or not _alike(first.std, second.std):
+    if not _alike(first.mean, second.mean) or not _alike(first.std, second.std) or first.augment != second.augment:
         return False
     pairs = [(first.split(name), second.split(name)) for name in SPLITS]
     return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)

@@ -334,7 +334,7 @@ class Workers(Sequential):
         if kind == "full_scores":
             return self._scorer(run).full_scores(message["ids"], tensors)
         job, done = self.jobs[run], message["done"]
-        method = job.method.at(**message["place"])
+        method = job.at(**message["place"])
         task = Training(method, job.wire)
         if kind == "evaluate":
             task = Evaluation(method, tuple(message["splits"]), message["keep"], message["general"])

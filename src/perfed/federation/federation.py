@@ -24,6 +24,7 @@ from perfed.engines.trees import paths
 from perfed.federation import reduce
 from perfed.federation.admit import Refusal, Standing, Verdict, inspect, only, pick
 from perfed.federation.faults import Answers, Faults
+from perfed.federation.optimizers import Moments, ServerOptimizer
 from perfed.federation.traffic import Traffic
 
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
@@ -67,6 +68,7 @@ class Federation:
         faults: clients that fail, as a simulation.
         quorum: share of those asked who must send something usable, or the round is abandoned.
         patience: number of abandoned rounds in a row after which the run has diverged.
+        optimizer: what becomes of a mean change before the method adds it; None: nothing.
         advice: asked for what may help once the training has diverged; empty: a smaller lr.
         lazy: leave verdicts about uploads on the device until `look`, where the method allows; None: on a GPU.
 
@@ -96,6 +98,7 @@ class Federation:
     patience: int = PATIENCE
     lazy: bool | None = None
     advice: Callable[[], str] | None = None
+    optimizer: ServerOptimizer | None = None
 
     def __post_init__(self) -> None:
         if self.server is None:
@@ -110,7 +113,9 @@ class Federation:
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known
         self.diverged = ""  # why the run cannot go on, as far as known
+        self.moments: Moments = {}  # the optimizer's
         self._before: State = None  # the server when the round began
+        self._moments_before: Moments = {}
         self._counts: bool | Tensor = True  # whether the round counts so far, or is abandoned
         self._unread: list[tuple[Verdict, Tensor | None]] = []  # still on the device, with the losses reported
         self._unseen: Standing | None = None  # on the device, and newer than `strikes`
@@ -175,6 +180,7 @@ class Federation:
         self._turns = self._planned(wanted, phase)
         self._before, self._counts = self.server, not self.diverged
         self.known.ask(self.round + 1, wanted.ids)
+        self._moments_before = self.moments
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
             self.known.fail(self.answers.lost)
             down = method.broadcast(self.server, self._send(self.answers.lost))
@@ -255,7 +261,7 @@ class Federation:
         if self._counts:
             everybody = len(used) == len(wrong)
             cohort = self._reduced(uploads if everybody else only(uploads, self._send(used)))
-            self.server = method.aggregate(self.server, cohort)
+            self.server, self.moments = self._aggregated(method, cohort)
             reply.settle(None if everybody else used)
 
     def _use_unread(self, method: Method, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
@@ -267,9 +273,19 @@ class Federation:
         self._unread.append((verdict, uploads.loss))
         ended = 0 if self._unseen is None else self._unseen.ended
         self._counts = (verdict.usable.sum() >= needed) & self._counts & (ended == 0)
-        new = method.aggregate(self.server, self._reduced(uploads, verdict.usable))
-        self.server = pick(self._counts, new, self.server)
+        new, moments = self._aggregated(method, self._reduced(uploads, verdict.usable))
+        self.server, self.moments = pick(self._counts, (new, moments), (self.server, self.moments))
         reply.settle(verdict.usable & self._counts)
+
+    def _aggregated(self, method: Method, cohort: Cohort) -> tuple[State, Moments]:
+        """Return the server's state, and the optimizer's moments, after an exchange."""
+        moments = self.moments
+        if self.optimizer is not None:
+            moments = self.optimizer.moments(method, cohort, moments)
+            if moments is not self.moments:  # the first ones, or of another form: there are no others to go back to
+                self.moments = self._moments_before = moments
+            cohort, moments = self.optimizer.step(method, cohort, moments)
+        return method.aggregate(self.server, cohort), moments
 
     def _reduced(self, uploads: Uploads, used: Tensor | None = None) -> Cohort:
         return reduce.mean(uploads, self.method.groups, self.engine.weighted_sum, used)
@@ -282,6 +298,7 @@ class Federation:
         if self.answers.ids and not self.diverged:
             if len(self._turns) > 1:  # with only one, the server has not been touched
                 self.server = pick(self._counts, self.server, self._before)
+                self.moments = pick(self._counts, self.moments, self._moments_before)
             standing = self._unseen or Standing(self.strikes)
             standing = standing.after(self.round + 1, self._counts, self.patience)
             if isinstance(standing.strikes, Tensor):

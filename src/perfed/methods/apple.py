@@ -38,6 +38,7 @@ class APPLE(Method):
 
     evaluates = "own"
     category = "personalised models: interpolation"
+    averages = False
 
     def cores(self, N):  # what everybody knows before round 1
         seed = self.context.seed

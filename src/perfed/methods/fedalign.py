@@ -78,8 +78,6 @@ class FedAlign(FedAvg):
 
     def aligned(self, w, batch, given):
         g, fresh, _ = self.model.grad(w, batch, self.loss)
-        if self.clip:
-            g = g * (self.clip / (g.norm() + 1e-6)).clamp_max(1)
         return g, fresh
 
     def local(self, client, down, data):

@@ -31,6 +31,7 @@ class FedAMP(Method):
 
     evaluates = "own"
     category = "personalised models: multi-task"
+    averages = False
 
     def check(self):
         if self.optimizer == "sgd" and self.lr * self.lam >= 2 * (1 + self.momentum):

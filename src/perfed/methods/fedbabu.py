@@ -28,15 +28,19 @@ class FedBABU(Method):
     evaluates = "adapted"
     category = "personalised models: parameter decoupling"
 
+    @property
+    def sent(self):
+        return self.model.body
+
     def init_server(self, clients):
-        return self.model.body.take(self.model.init(self.context.seed))
+        return self.sent.take(self.model.init(self.context.seed))
 
     def join(self, body):
         return self.model.body.put(self.model.init(self.context.seed), body)
 
     def local(self, client, down, data):
         w = self.descend(self.join(down.shared), data, only="body")
-        return client, Up(mean=self.model.body.take(w) - down.shared)
+        return client, Up(mean=self.sent.take(w) - down.shared)
 
     def aggregate(self, server, cohort):
         return server + cohort.mean

@@ -25,6 +25,7 @@ class FedDyn(Method):
 
     evaluates = "global"
     category = "global model: regularised local loss"
+    averages = False
 
     def check(self):
         if self.optimizer == "sgd" and self.lr * self.a >= 2:

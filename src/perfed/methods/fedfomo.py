@@ -36,6 +36,7 @@ class FedFomo(Method):
     evaluates = "own"
     category = "personalised models: interpolation"
     warms_up = "warmup"
+    averages = False
 
     def init_server(self, clients):
         w, none = self.model.init(self.context.seed), torch.zeros(clients, dtype=torch.bool, device=self.model.device)

@@ -31,8 +31,12 @@ class FedRep(Method):
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"
 
+    @property
+    def sent(self):
+        return self.model.body
+
     def init_server(self, clients):
-        return self.model.body.take(self.model.init(self.context.seed))
+        return self.sent.take(self.model.init(self.context.seed))
 
     def init_client(self):
         return self.model.head.take(self.model.init(self.context.seed))
@@ -43,7 +47,7 @@ class FedRep(Method):
     def local(self, client, down, data):
         w = self.descend(self.join(client, down.shared), data, only="head", epochs=self.head_epochs, stream=HEAD)
         w = self.descend(w, data, only="body")
-        return self.model.head.take(w), Up(mean=self.model.body.take(w) - down.shared)
+        return self.model.head.take(w), Up(mean=self.sent.take(w) - down.shared)
 
     def aggregate(self, server, cohort):
         return server + cohort.mean

@@ -14,6 +14,7 @@ from perfed.core.method import Method
 class Local(Method):
     evaluates = "own"
     category = "baseline"
+    averages = False
 
     def init_server(self, clients):
         return ()

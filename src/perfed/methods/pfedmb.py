@@ -40,6 +40,7 @@ class PFedMB(Method):
 
     evaluates = "assembled"
     category = "personalised models: parameter decoupling"
+    averages = False
     mixture = True
     starts = "branches"
 

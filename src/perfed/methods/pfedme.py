@@ -42,7 +42,7 @@ class PFedMe(FedAvg):
         w, theta = carry
         for _ in range(self.inner_steps):
             g, theta = self.gradient(theta, batch)
-            g = g + self.lam * self.pull(theta, w) + self.weight_decay * self.model.weights.only(theta)
+            g = self.clipped(g + self.lam * self.pull(theta, w)) + self.weight_decay * self.model.weights.only(theta)
             theta = theta - self.inner_lr * g
         return self.model.weights.only(w - self.lr * self.lam * (w - theta), theta), theta
 

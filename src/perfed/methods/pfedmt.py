@@ -37,6 +37,7 @@ class PFedMT(Method):
     team_share: float = hyper(1.0, "share of the teams that take part in a round", above=0, at_most=1)
 
     category = "personalised models: hierarchical"
+    averages = False
 
     def check(self):
         if max(self.eta * (self.lam + self.gamma), self.beta * self.gamma) > 1 + 1e-9:
@@ -103,8 +104,7 @@ class PFedMT(Method):
         return {"x": x, "w": w, "team": server["team"], "n": n, "here": here, "k": k}
 
     def extra_traffic(self, server):
-        numbers = int(server["here"].sum()) * self.model.size
-        return {"cloud_down": numbers, "cloud_up": numbers}
+        return {f"cloud_{way}": int(server["here"].sum()) * self.model.size for way in ("down", "up")}
 
     def personalise(self, client, down, data):
         return {"personal": client, "team": down.own["w"], "global": down.shared}

@@ -24,6 +24,7 @@ class SCAFFOLD(Method):
 
     evaluates = "global"
     category = "global model: regularised local loss"
+    averages = False
 
     def check(self):
         if self.momentum or self.optimizer != "sgd":

@@ -13,7 +13,9 @@ from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.engines.scores import PERSONAL
 from perfed.federation.faults import in_words
+from perfed.training.config import RunConfig
 from perfed.training.folder import preparation_of
+from perfed.training.prepare import BASELINE
 from perfed.training.results import METRICS, Run
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
@@ -170,6 +172,15 @@ def _of_client(run: Run, method: str, id: int) -> dict[str, Any]:
     return {PERSONAL: scores[PERSONAL], **scores}
 
 
+def options(run: Run, method: str) -> str:
+    """Say which options of its training a method had that are not the usual ones; empty where it had none."""
+    names = ["augment", "class_weights", "lr_schedule", *(["server_optimizer"] if method != BASELINE else [])]
+    chosen = {name: getattr(run.config.run, name) for name in names}
+    texts = [f"{name} {value}" for name, value in chosen.items() if value != getattr(RunConfig(), name)]
+    clip = run.config.method.get(method, {}).get("clip", 0)
+    return ", ".join([*texts, *([f"clip {clip:g}"] if clip else [])])
+
+
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
@@ -183,7 +194,8 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     ]
     shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"
     preparation = preparation_of(run.about, client["name"])
-    prepared = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
+    about = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
+    about += [f"training: {text}" for text in [options(run, method)] if text]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
     names = run.labels
@@ -193,7 +205,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         f"# Model of client `{name}`, trained with {visible(summary['title'])}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
         f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
-        + "".join(f"- {line}\n" for line in prepared)
+        + "".join(f"- {line}\n" for line in about)
         + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"{shares} on this client's own samples, {when}:\n\n"
         + markdown(("method", *(SHOWN[key] for key in shown)), rows)

@@ -18,6 +18,17 @@ from perfed.data.config import DataConfig
 from perfed.models.config import ModelConfig
 from perfed.training import catalog
 
+# Settings that have no effect unless another has one of some values.
+BELONGS = {
+    "lr_step": ("lr_schedule", ("step",)),
+    "lr_decay": ("lr_schedule", ("step",)),
+    "lr_end": ("lr_schedule", ("cosine", "linear")),
+    "server_rate": ("server_optimizer", ("momentum", "adam", "yogi", "adagrad")),
+    "server_momentum": ("server_optimizer", ("momentum", "adam", "yogi", "adagrad")),
+    "server_beta2": ("server_optimizer", ("adam", "yogi")),
+    "server_tau": ("server_optimizer", ("adam", "yogi", "adagrad")),
+}
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -31,6 +42,28 @@ class RunConfig:
     )
     straggler_work: Literal["use", "discard"] = hyper("use", "what becomes of the work of stragglers")
     seed: int = hyper(0, "seed of everything random", at_least=0, at_most=2**31)
+    lr_schedule: Literal["constant", "step", "cosine", "linear"] = hyper(
+        "constant", "what becomes of every method's lr from round to round; its other rates stay"
+    )
+    lr_step: int = hyper(10, "rounds between two drops of the schedule 'step'", at_least=1, at_most=1_000_000)
+    lr_decay: float = hyper(0.5, "what the schedule 'step' multiplies lr by at each drop", above=0, at_most=1)
+    lr_end: float = hyper(0.0, "share of lr that 'cosine' and 'linear' fall towards", at_least=0, at_most=1)
+    augment: Literal["none", "flip", "crop", "crop-flip"] = hyper(
+        "none", "training images, anew in every batch: mirrored at random, cropped out of a border of 4 pixels, or both"
+    )
+    server_optimizer: Literal["none", "momentum", "adam", "yogi", "adagrad"] = hyper(
+        "none", "the server's step along the mean of clients' changes: FedAvgM, FedAdam, FedYogi, FedAdagrad"
+    )
+    server_rate: float = hyper(
+        0.0, "learning rate of server_optimizer (0: 1 with momentum, else 0.01)", at_least=0, at_most=1_000_000
+    )
+    server_momentum: float = hyper(
+        0.9, "share of its last direction that server_optimizer keeps, beta_1 of those that adapt", at_least=0, below=1
+    )
+    server_beta2: float = hyper(
+        0.99, "share of the second moment that the server's adam and yogi keep", at_least=0, below=1
+    )
+    server_tau: float = hyper(0.001, "what an adapting server adds to the root of the second moment", above=0)
     engine: Literal["auto", "sequential", "workers", "vectorised"] = hyper("auto", "how a round is computed")
     workers: int = hyper(0, "processes of the engine 'workers' (0: one per core)", at_least=0, at_most=256)
     block: int = hyper(0, "clients at once in the engine 'vectorised' (0: the whole cohort)", at_least=0, at_most=10**9)
@@ -76,6 +109,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         checked(self, "run")
         object.__setattr__(self, "wire", self.wire.replace("_", "-"))  # as every name of a member
+        for name, (owner, values) in BELONGS.items():
+            if (
+                getattr(self, name) != type(self).__dataclass_fields__[name].default
+                and getattr(self, owner) not in values
+            ):
+                raise Problem(f"run.{name} belongs to run.{owner} = {' or '.join(values)}, not {getattr(self, owner)}")
 
 
 # Settings of a run that say where and how it is computed and what is kept of it, never what comes out of it. Not here:

@@ -34,6 +34,7 @@ from perfed.training.folder import RunFolder, preparation_of
 from perfed.training.prepare import (
     BASELINE,
     Experiment,
+    augmented,
     class_names,
     class_weights,
     create,
@@ -146,7 +147,7 @@ def personalise(
 def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
     """Make the experiment: the run's settings on the newcomers' data, everybody in every round."""
     data = _as_the_run_reads(data, run.config.data)
-    clients = load_newcomers(run, data)
+    clients = augmented(load_newcomers(run, data), run.config.run)
     entry = run.entries[name]
     settings = run.config.settings(entry) | {"fine_tune": fine_tune}
     own = {key: value for key, value in run.config.method.items() if key == BASELINE} | {name: settings}

@@ -25,12 +25,14 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.core.rates import Rates
 from perfed.data import load
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
+from perfed.federation.optimizers import ServerOptimizer
 from perfed.models import build, suits
 from perfed.models.trial import unbatchable
 from perfed.training import catalog
@@ -129,6 +131,33 @@ def make_method(
         raise Problem(f"'{entry.file}' is not a whole method: {error}") from error
 
 
+def rates_of(run: RunConfig) -> Rates:
+    """Return what a run multiplies learning rates by."""
+    return Rates(run.lr_schedule, run.rounds, run.lr_step, run.lr_decay, run.lr_end)
+
+
+def optimizer_of(run: RunConfig) -> ServerOptimizer | None:
+    """Return the optimiser of a run's servers; None: they add the mean of changes as it is."""
+    if run.server_optimizer == "none":
+        return None
+    rate = run.server_rate or (1.0 if run.server_optimizer == "momentum" else 0.01)
+    return ServerOptimizer(run.server_optimizer, rate, run.server_momentum, run.server_beta2, run.server_tau)
+
+
+def _refuse_without_changes(run: RunConfig, methods: Mapping[str, Method]) -> None:
+    """Refuse an optimiser of the server where a server does not add the mean of changes, but for the baseline's."""
+    if run.server_optimizer == "none":
+        return
+    others = [name for name, method in methods.items() if not method.averages]
+    if len(others) < len(methods):
+        others = [name for name in others if name != BASELINE]
+    if others:
+        raise Problem(
+            f"run.server_optimizer = {run.server_optimizer} steps along the mean of clients' changes, which the server "
+            f"of {', '.join(others)} does not just add: set it to none there"
+        )
+
+
 def faults_of(run: RunConfig) -> Faults:
     """Return the faults that a run simulates."""
     return Faults(run.dropout, run.stragglers, run.straggler_work == "discard")
@@ -149,7 +178,7 @@ def prepare(config: Config) -> Experiment:
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
-    clients = load_clients(config.data, config.run.seed)
+    clients = augmented(load_clients(config.data, config.run.seed), config.run)
     _refuse_without_scores(config.run, clients)
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
@@ -169,6 +198,7 @@ def prepare(config: Config) -> Experiment:
     methods = {entry.name: experiment.method(entry) for entry in config.entries()}
     for name, method in methods.items():
         refuse_pointless(faults_of(config.run), name, method.epochs)
+    _refuse_without_changes(config.run, methods)
     alike = [name for name, method in methods.items() if _starts_alike(method)]
     return dataclasses.replace(experiment, notices=(*notices, *map(_about_starts, alike)))
 
@@ -215,6 +245,18 @@ def load_clients(data: DataConfig, run_seed: int, known: Mapping[str, Any] | Non
     if not len(clients.test.y):
         raise Problem("no client has a test sample, so nothing can be measured: give the clients more samples")
     return clients
+
+
+def augmented(clients: Clients, run: RunConfig) -> Clients:
+    """Return clients whose training images change in every batch, where a run says so.
+
+    Args:
+        clients: the clients.
+        run: says what happens to them.
+    """
+    if run.augment != "none" and len(clients.shape) != 3:
+        raise Problem(f"run.augment = {run.augment} is for images [channels, high, wide], not for {clients.shape}")
+    return dataclasses.replace(clients, augment=run.augment)
 
 
 def create(experiment: Experiment, out: Path | None, newcomers: dict[str, str] | None = None) -> Path:

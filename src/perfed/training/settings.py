@@ -17,7 +17,12 @@ from perfed.training.config import NEUTRAL, SECTIONS, Config
 from perfed.training.files import shown
 
 _ELSEWHERE = {"run.baseline", "data.dir"}  # another method's business; a folder that may move: the data have a digest
-FIXED = ("model.", "data.", "run.precision")  # what the tensors of a checkpoint have their form and meaning from
+FIXED = (
+    "model.",
+    "data.",
+    "run.precision",
+    "run.server_optimizer",
+)  # what the tensors of a checkpoint have their form and meaning from
 
 Settings = dict[str, Any]
 Change = dict[str, list[Any]]  # setting -> what it was, what it is

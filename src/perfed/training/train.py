@@ -26,7 +26,7 @@ from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
-from perfed.training.prepare import Experiment, about_inputs, faults_of
+from perfed.training.prepare import Experiment, about_inputs, faults_of, optimizer_of, rates_of
 from perfed.training.settings import FIXED, decisive, difference, in_words, outdated
 from perfed.wire import treatment
 
@@ -152,7 +152,8 @@ class MethodRun:
         wire = treatment(self.config.wire)
         clients, seed = self.experiment.clients, self.config.seed
         cohort = cohort_size(len(clients), self.config.participation)
-        return Job(self.method, clients, seed, cohort, wire=wire, folder=self.folder.path)
+        rates = rates_of(self.config)
+        return Job(self.method, clients, seed, cohort, wire=wire, folder=self.folder.path, rates=rates)
 
     def begin(self, engine: Engine, run: int) -> None:
         """Go on from the newest checkpoint, or begin."""
@@ -161,6 +162,7 @@ class MethodRun:
         agreed = (self.experiment.clients.preparation or {}).get("traffic", {})  # sent before the first round
         advice = lambda: about_inputs(self.experiment.clients)
         rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience, "advice": advice}
+        rules["optimizer"] = optimizer_of(config) if self.method.averages else None  # the baseline sends nothing
         self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
         sizes = restore(self.folder, self.federation, self._say, self._why_not)
         self.log = log = MetricsLog(self.folder, sizes)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perfed.accel.kernels import next_two, precision
+from perfed.core.augment import BORDER
 from perfed.core.clients import Split
 
 
@@ -154,19 +155,27 @@ def batches(order: Tensor, sizes: Tensor, totals: Tensor, batch: int, steps: int
 
 @triton.jit
 def _gather(
-    table, counter, start, source, labels, mean, std, x, y, weight, steps, last,
-    SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr,
-    NORMAL: tl.constexpr, BLOCK: tl.constexpr,
+    table, moves, counter, start, source, labels, mean, std, x, y, weight, steps, last,
+    SLOTS: tl.constexpr, CHANNELS: tl.constexpr, PAD: tl.constexpr, PIXELS: tl.constexpr, WIDE: tl.constexpr,
+    MOVES: tl.constexpr, BORDER: tl.constexpr, NORMAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Make one sample: its bytes as numbers, channels last; its label; 1 if it is a sample, 0 if it is filling."""
     r = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.load(table + (r // SLOTS * steps + tl.load(counter)) * SLOTS + r % SLOTS)
+    slot = (r // SLOTS * steps + tl.load(counter)) * SLOTS + r % SLOTS
+    n = tl.load(table + slot)
     sample = tl.minimum(tl.load(start + r // SLOTS) + tl.maximum(n, 0), last)  # a client without samples has no first
     ok = place < PIXELS
     c = tl.arange(0, PAD)
     real = ok[:, None] & (c < CHANNELS)[None, :]
-    v = tl.load(source + sample * (CHANNELS * PIXELS) + c[None, :] * PIXELS + place[:, None], mask=real, other=0)
+    pixel, there = place, real
+    if MOVES:  # what `core.augment.moved` does
+        move = tl.load(moves + slot).to(tl.int32)
+        i = place // WIDE + move // 2 // (2 * BORDER + 1) - BORDER
+        j = tl.where(move % 2 > 0, WIDE - 1 - place % WIDE, place % WIDE) + move // 2 % (2 * BORDER + 1) - BORDER
+        pixel = i * WIDE + j
+        there = real & ((i >= 0) & (i < PIXELS // WIDE) & (j >= 0) & (j < WIDE))[:, None]
+    v = tl.load(source + sample * (CHANNELS * PIXELS) + c[None, :] * PIXELS + pixel[:, None], mask=there, other=0)
     v = v.to(tl.float32) / 255.0
     if NORMAL:
         m = tl.load(mean + c, mask=c < CHANNELS, other=0.0)
@@ -179,7 +188,13 @@ def _gather(
 
 
 def gather(
-    source: Split, normal: tuple[Tensor, Tensor] | None, table: Tensor, counter: Tensor, start: Tensor, rows: int
+    source: Split,
+    normal: tuple[Tensor, Tensor] | None,
+    table: Tensor,
+    counter: Tensor,
+    start: Tensor,
+    rows: int,
+    moves: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make the batches of a step from images that are kept as bytes.
 
@@ -190,6 +205,7 @@ def gather(
         counter: the number of the step, on the device.
         start: [clients], the first image of each.
         rows: make batches for the first so many clients.
+        moves: [clients, steps, slots], what happens to each image; None: nothing.
 
     Returns:
         Images [rows, slots, channels, high, wide], labels, and weights: 1, or 0 for filling.
@@ -201,7 +217,8 @@ def gather(
     weight = torch.empty(rows, slots, device=table.device)
     mean, std = normal or (x, x)
     _gather[(rows * slots, triton.cdiv(high * wide, block))](
-        table, counter, start, source.x, source.y, mean, std, x, y, weight, table.shape[1], len(source.y) - 1,
-        slots, channels, pad, high * wide, normal is not None, block,
+        table, table if moves is None else moves, counter, start, source.x, source.y, mean, std, x, y, weight,
+        table.shape[1], len(source.y) - 1, slots, channels, pad, high * wide, wide, moves is not None, BORDER,
+        normal is not None, block,
     )  # fmt: skip
     return x[..., :channels].permute(0, 1, 4, 2, 3), y, weight

@@ -28,7 +28,7 @@ from perfed.training.observers.log import MetricsLog
 KEPT = 2
 ROWS = ".rows"
 FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs": {str: int}}
-FORM |= SETTINGS | {"strikes?": int, "digests?": {str: str}, "known?": {str: Tensor}}
+FORM |= SETTINGS | {"strikes?": int, "moments?": {str: list}, "digests?": {str: str}, "known?": {str: Tensor}}
 
 
 class Checkpoints:
@@ -66,6 +66,7 @@ class Checkpoints:
             "traffic": dataclasses.asdict(federation.traffic),
             "strikes": federation.strikes,
             "known": federation.known.save(),
+            "moments": federation.moments,
             "logs": self.log.sizes(),
             "digests": {path.name: digest for path, digest in self.log.digests().items()},
         }
@@ -190,12 +191,14 @@ def _form(tree: Any) -> Any:
 def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Federation) -> None:
     """Set the federation to what a checkpoint says."""
     device = federation.method.model.device
-    server = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, state["server"])
+    there = lambda tree: tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)
+    server = there(state["server"])
     if not _fits(federation, server):
         raise Problem(f"'{path}' does not fit: its server's state is not one of this method and network")
     _restore_states(folder.files, path.with_suffix(ROWS), state["states"], federation)
     federation.round = state["round"]
     federation.server = server
+    federation.moments = there(state.get("moments", {}))  # perfed 0.1 had none
     federation.traffic = Traffic(**state["traffic"])
     federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
     try:
