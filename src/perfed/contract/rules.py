@@ -211,10 +211,11 @@ class Filled(ClientData):
 
 
 def _filled(batch: Batch) -> Batch:
-    x, y = (torch.cat([each, each[:1].expand(FILLING, *each.shape[1:])]) for each in (batch.x, batch.y))
+    fill = lambda each: torch.cat([each, each[:1].expand(FILLING, *each.shape[1:])])
+    x, y, index = fill(batch.x), fill(batch.y), None if batch.index is None else fill(batch.index)
     weight = torch.ones(len(x), dtype=x.dtype)
     weight[-FILLING:] = 0
-    return Batch(x, y, weight, batch.key)
+    return Batch(x, y, weight, batch.key, index)
 
 
 def check_filling(entry: Entry) -> None:

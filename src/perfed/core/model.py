@@ -36,12 +36,15 @@ class Batch(NamedTuple):
         y: labels [samples].
         weight: [samples], 0 for filling; None where every sample counts.
         key: what the random numbers of this step are drawn from.
+        index: [samples], each one's number within the client's split, to look up what is known of it; filling has that
+            of the first sample, as in x. None where a batch holds samples of several clients.
     """
 
     x: Tensor
     y: Tensor
     weight: Tensor | None
     key: Tensor
+    index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride] (nobody searches a batch)
 
 
 def average(each: Tensor, weight: Tensor | None) -> Tensor:

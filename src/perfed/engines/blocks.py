@@ -75,12 +75,12 @@ class Block:
         """Return the first row of each client."""
         return self.clients.split(split).starts.index_select(0, self.where)
 
-    def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather samples [rows, batch, ...]; index -1 is filling and takes a client's first sample."""
-        source = self.clients.split(split)
-        rows = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
+    def gather(self, split: str, index: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gather samples [rows, batch, ...] and their index; -1 is filling and takes a client's first sample."""
+        source, index = self.clients.split(split), index.clamp_min(0)
+        rows = (index + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
         x = self.clients.ready(source.x[rows.flatten()], self.dtype)
-        return x.unflatten(0, rows.shape), source.y[rows]
+        return x.unflatten(0, rows.shape), source.y[rows], index
 
 
 class BlockData(Data):
@@ -215,9 +215,9 @@ class Fold:
                 partial = any(_partial(n, plan, step) for n in self.size[:active])
                 batches = []
                 for table, k in zip(self.index, self.keys, strict=True):
-                    x, y = self.block.gather("train", table[:width, step], self.start[:width])
+                    x, y, numbers = self.block.gather("train", table[:width, step], self.start[:width])
                     weight = (table[:width, step] >= 0).to(self.block.dtype) if partial else None
-                    batches.append(Batch(x, y, weight, step_key(k[:width], step)))
+                    batches.append(Batch(x, y, weight, step_key(k[:width], step), numbers))
                 old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *theirs])
                 if step == 0:
                     refuse_other_form(shapes(old), shapes(carry))
@@ -348,31 +348,30 @@ class Mean:
     def _values(self) -> Callable[..., tuple[Tensor, ...]]:
         function, owner, fixed = check_step(self.fn)
 
-        def values(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
+        def values(
+            x: Tensor, y: Tensor, weight: Tensor, key: Tensor, index: Tensor, *inside: Tensor
+        ) -> tuple[Tensor, ...]:
             given, settings = unflatten(list(inside), self.form)
-            value = function(holding(owner, settings), *fixed, Batch(x, y, weight, key), given)
+            value = function(holding(owner, settings), *fixed, Batch(x, y, weight, key, index), given)
             self.result.form = flatten(value)[1]
             return tuple(leaves(value))
 
         return values
 
-    def _sum(self, x: Tensor, y: Tensor, weight: Tensor, key: Tensor, inside: list[Tensor]) -> Any:
-        dims = (0, 0, 0, 0, *(0 if b else None for b in self.batched))
-        return vmap(self._values(), in_dims=dims)(x, y, weight, key, *inside)
-
     def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
         """Add up piece by piece; `most` samples of each client at most, to learn the form of the result."""
         totals: list[Tensor] = []
         count, longest = len(self.size), self.size[0] if most is None else most
+        whole = vmap(self._values(), in_dims=(*(0,) * 5, *(0 if b else None for b in self.batched)))
         for first in range(0, max(longest, 1), CHUNK):
             active = _active(self.size, first) if self.size[0] else count
             length = min(CHUNK, max(longest - first, 1))
             place = torch.arange(first, first + length, device=self.key.device)
             index = torch.where(place < self.n[:active, None], place, -1)
-            x, y = self.block.gather(self.split, index, self.start[:active])
+            x, y, numbers = self.block.gather(self.split, index, self.start[:active])
             weight = (index >= 0).to(self.block.dtype)
             theirs = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
-            values = self._sum(x, y, weight, self.key[:active], theirs)
+            values = whole(x, y, weight, self.key[:active], numbers, *theirs)
             if not totals:
                 totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
             samples = weight.sum(1)
@@ -393,12 +392,13 @@ class Mean:
                 runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
         zeros, self.result.form = runner.forms[key]
 
-        def body(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            totals, given = rest[: len(zeros)], rest[len(zeros) :]
-            return tuple(t + v * weight.sum() for t, v in zip(totals, values(x, y, weight, key, *given), strict=True))
+        def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+            batch, totals, given = tensors[:5], tensors[5 : 5 + len(zeros)], tensors[5 + len(zeros) :]
+            samples = batch[2].sum()
+            return tuple(t + v * samples for t, v in zip(totals, values(*batch, *given), strict=True))
 
         batched = [True] * len(zeros) + self.batched
-        dims = (*(0,) * 4, *(0 if b else None for b in batched))
+        dims = (*(0,) * 5, *(0 if b else None for b in batched))
         most = max(self.block.clients.split(self.split).size)
         slots = min(PIECE, most)
         inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
@@ -452,11 +452,11 @@ class Runner:
     def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
         """Return the step of a whole block: batches, carry and what is given, all as one row of tensors."""
         function, method, fixed = check_step(step)
-        each = 4 if weighted else 3
+        each = 5 if weighted else 4
         dims = (*(0,) * each * draws, *(0 if b else None for b in batched))
 
         def client_step(*tensors: Tensor) -> tuple[Tensor, ...]:
-            make = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
+            make = Batch if weighted else lambda x, y, key, index: Batch(x, y, None, key, index)
             cut = each * draws
             batches = [make(*tensors[first : first + each]) for first in range(0, cut, each)]
             carry, (given, settings) = unflatten(list(tensors[cut:]), form)

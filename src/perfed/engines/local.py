@@ -152,27 +152,30 @@ class ClientData(Data):
 
     def _batch(self, split: str, part: slice, key: Tensor) -> Batch:
         source = self.clients.split(split)
-        return Batch(self.clients.ready(source.x[part], self.dtype), source.y[part], None, key)
+        first = max(part.start - source.start[self.index], 0)  # who has no samples borrows one
+        index = torch.arange(first, first + part.stop - part.start, device=source.y.device)
+        return Batch(self.clients.ready(source.x[part], self.dtype), source.y[part], None, key, index)
 
     def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
-        size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
+        size = self.clients.train.size[self.index]
         key, total = plan.key(self.key, draw), plan.total(size)
         if total == 0:
             return
         keys = iter(step_key(key, torch.arange(total, device=key.device)).unbind())
         for epoch in range(-(-total // plan.batches(size))):
             left = (total - epoch * plan.batches(size)) * plan.batch_size
-            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
-            for x, y in self._ready_batches(order, plan.batch_size):
-                yield Batch(x, y, None, next(keys))
+            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0]
+            for x, y, index in self._ready_batches(order, plan.batch_size):
+                yield Batch(x, y, None, next(keys), index)
 
-    def _ready_batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def _ready_batches(self, order: Tensor, batch_size: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield batches of the training samples `order`; many are made ready together, which halves the work."""
-        source = self.clients.train
+        source, start = self.clients.train, self.clients.train.start[self.index]
         together = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1))) * batch_size
         for part in order.split(together):
-            x = self.clients.ready(source.x.index_select(0, part), self.dtype)
-            yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
+            rows = part + start
+            x, y = self.clients.ready(source.x.index_select(0, rows), self.dtype), source.y.index_select(0, rows)
+            yield from zip(x.split(batch_size), y.split(batch_size), part.split(batch_size), strict=True)
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         before = form(carry)

@@ -1,0 +1,97 @@
+"""What a method can say, in toys that need it, on every engine."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from everywhere import agrees, everywhere, run, toy_model
+
+from perfed.contract import toy
+from perfed.core.messages import Up
+from perfed.core.model import average
+from perfed.methods.fedavg import FedAvg
+
+SETTINGS = dict(lr=0.05, epochs=2, batch_size=5)
+
+# ---------------------------------------------------------------------- Batch.index
+
+
+@dataclass(frozen=True)
+class Remembering(FedAvg):
+    """Each client counts how often it met each of its samples, and learns less from those it knows."""
+
+    def init_client(self):
+        return torch.zeros(max(toy.SIZES), dtype=self.model.dtype)
+
+    def known(self, theta, batch, given):
+        loss = lambda theta, batch, train: (
+            average(torch.nn.functional.cross_entropy(self.model.apply(theta, batch.x)[0], batch.y, reduction="none")
+                    / (1 + given[batch.index]), batch.weight), theta)  # fmt: skip
+        g, theta, _ = self.model.grad(theta, batch, loss)
+        return g, theta
+
+    def visit(self, met, batch, given):
+        once = torch.ones_like(batch.y, dtype=met.dtype) if batch.weight is None else batch.weight
+        return met.index_add(0, batch.index, once)
+
+    def meetings(self, batch, met):
+        return average(met[batch.index], batch.weight)
+
+    def local(self, client, down, data):
+        theta = self.descend(down.shared, data, self.known, client)
+        met = data.fold(self.visit, client)
+        means = torch.stack([data.mean(self.meetings, met, split) for split in ("train", "val")])
+        return met, Up(mean=theta - down.shared, own=means)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean + 1e-3 * cohort.own.sum()
+
+
+def remembering():
+    return Remembering(toy_model(), **SETTINGS)
+
+
+@everywhere
+def test_samples_have_a_number(engine, tmp_path):
+    agrees(remembering, engine, tmp_path)
+
+
+def test_every_sample_is_met_once_an_epoch():
+    met = run(remembering, rounds=1).states["0"]
+    epochs = met[0]
+    assert epochs in (1, 2)  # a straggler's are fewer
+    assert torch.equal(met, (torch.arange(41) < toy.SIZES[0]) * epochs)
+
+
+@everywhere
+def test_numbers_of_several_draws(engine, tmp_path):
+    agrees(drawing, engine, tmp_path)
+
+
+@dataclass(frozen=True)
+class Drawing(Remembering):
+    def visit(self, met, batch, given):
+        return super().visit(super().visit(met, batch[0], given), batch[1], given)
+
+    def local(self, client, down, data):
+        return data.fold(self.visit, client, draws=2, steps=3), Up(mean=0 * down.shared)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean
+
+
+def drawing():
+    return Drawing(toy_model(), **SETTINGS)
+
+
+def test_what_no_step_reads_is_not_made():
+    pytest.importorskip("triton")
+    from perfed.engines.base import Job
+    from perfed.engines.vectorised import Vectorised
+    from perfed.federation.federation import Federation
+
+    for make, reads in ((remembering, True), (lambda: FedAvg(toy_model(), **SETTINGS), False)):
+        engine = Vectorised(Job(make(), toy.toy_clients(), seed=5), fast=True)
+        Federation(engine).step()
+        assert engine.runner.recorder is not None
+        assert any(loop.looks_up for loop in engine.runner.recorder.loops.values()) == reads
