@@ -95,3 +95,52 @@ def test_what_no_step_reads_is_not_made():
         Federation(engine).step()
         assert engine.runner.recorder is not None
         assert any(loop.looks_up for loop in engine.runner.recorder.loops.values()) == reads
+
+
+# ---------------------------------------------------------------------- weights of tensors and of entries
+
+
+@dataclass(frozen=True)
+class Curved(FedAvg):
+    """FedCurv's sums: models by samples, importances by clients, and a mean in which each entry has its importance."""
+
+    @property
+    def groups(self):
+        return 2
+
+    def init_server(self, clients):
+        w = self.model.init(self.seed)
+        return {"w": w, "sum": 0 * w, "by_entry": 0 * w, "rows": w.new_zeros(2, 3), "total": w.new_zeros(2)}
+
+    def local(self, client, down, data):
+        w = self.descend(down.shared["w"], data)
+        change = w - down.shared["w"]
+        # Importances of 0: nobody has the first four entries, and one client alone the next.
+        some = change.abs() * (torch.arange(len(change)) >= torch.where(data.size == 41, 4, 8))
+        rows = torch.stack([change[:3], change[3:6]])
+        mean = {"w": change, "sum": change**2, "by_entry": change, "rows": rows}
+        weight = {"w": None, "sum": 1.0, "by_entry": some, "rows": some[8:10, None]}
+        return client, Up(mean=mean, weight=weight, group=(data.size > 20).long())
+
+    def aggregate(self, server, cohort):
+        mean, weight = cohort.mean, cohort.weight
+        assert all(torch.equal(mean["by_entry"] == 0, weight["by_entry"] == 0) for _ in [0])
+        return {
+            "w": server["w"] + mean["w"].mean(0),
+            "sum": server["sum"] + (mean["sum"] * weight["sum"][:, None]).sum(0).to(server["w"].dtype),
+            "by_entry": server["by_entry"] + mean["by_entry"].sum(0),
+            "rows": server["rows"] + mean["rows"].mean(0),
+            "total": weight["w"].to(server["w"].dtype),
+        }
+
+    def personalise(self, client, down, data):
+        return down.shared["w"] + 0.1 * down.shared["by_entry"]
+
+
+def curved(dtype=torch.float64):
+    return Curved(toy_model(dtype=dtype), **SETTINGS)
+
+
+@everywhere
+def test_weights_of_tensors_and_entries(engine, tmp_path):
+    agrees(curved, engine, tmp_path)

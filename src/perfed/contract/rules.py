@@ -24,7 +24,7 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Plan
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates
-from perfed.core.messages import Cohort, Down
+from perfed.core.messages import Cohort, Down, is_single
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.tree import leaves, tree_map
@@ -291,7 +291,8 @@ class _Exchange:
             return False
         cohort = reduce.mean(up, method.groups, federation.engine.weighted_sum)
         new = method.aggregate(self.server, cohort)
-        for weight in (up.weight, torch.ones_like(up.weight)):
+        alike = torch.ones_like(up.ids)
+        for weight in (up.weight, alike) if is_single(up.weight) else (alike,):
             share = weight.double() / weight.sum()
 
             def mean(rows: Tensor, share: Tensor = share) -> Tensor:

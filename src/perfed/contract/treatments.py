@@ -19,7 +19,7 @@ from perfed.contract.runner import Check, Verdict, carried_out
 from perfed.contract.toy import job, maker, toy_clients
 from perfed.core.messages import Up, Uploads
 from perfed.core.random import derive
-from perfed.core.tree import leaves, stack
+from perfed.core.tree import leaves, stack, tree_map
 from perfed.engines.base import kind_of
 from perfed.engines.forms import fault, kinds
 from perfed.engines.local import Sequential
@@ -33,6 +33,7 @@ UPLOADS = {  # what methods send -> the upload of a client, from numbers of its 
     "nothing": lambda numbers: Up(),  # noqa: ARG005
     "rows of whole numbers": lambda numbers: Up(own={"n": (100 * numbers).long(), "yes": numbers > 0}),
     "a weight": lambda numbers: Up(mean=numbers, weight=numbers[0].abs()),
+    "weights of tensors": lambda numbers: Up(mean=(numbers, numbers[:2]), weight=(numbers.abs(), numbers[0].abs())),
     "a group": lambda numbers: Up(mean=numbers, group=(numbers[0] > 0).long()),
 }
 SENDERS = ("fedavg", "local", "scaffold", "fedfomo", "pgfed", "ifca")  # methods that send these
@@ -71,10 +72,10 @@ def travelling(wire: Transform, ups: list[Up]) -> list[Up]:
 
 def received(ups: list[Up]) -> Uploads:
     """Return uploads as rows, as they reach the server."""
-    weight = [torch.as_tensor(1.0 if up.weight is None else up.weight).double() for up in ups]
+    weight = stack([tree_map(torch.as_tensor, 1.0 if up.weight is None else up.weight) for up in ups])
     group = None if ups[0].group is None else stack([up.group for up in ups])
     own, mean = stack([up.own for up in ups]), stack([up.mean for up in ups])
-    return Uploads(torch.arange(len(ups)), mean, own, torch.stack(weight), group)
+    return Uploads(torch.arange(len(ups)), mean, own, weight, group)
 
 
 def check_client(wire: Transform) -> None:

@@ -177,14 +177,17 @@ class Training(NamedTuple):
         )
 
 
-def _weight(given: Tensor | float | None, samples: Tensor) -> Tensor:
+def _weight(given: Any, samples: Tensor) -> Any:
     """Return the weight of an upload; a count of samples stays a whole number, by which the server knows it."""
-    if given is None:
-        return samples
-    weight = torch.as_tensor(given, device=samples.device)
-    if weight.dtype == torch.bool or weight.is_complex():
-        raise TypeError(f"Up.weight must be a number of at least 0, not {str(weight.dtype).removeprefix('torch.')}")
-    return weight.double()
+
+    def usable(given: Tensor | float | None) -> Tensor:
+        weight = torch.as_tensor(samples if given is None else given, device=samples.device)
+        if weight.dtype == torch.bool or weight.is_complex():
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise TypeError(f"Up.weight must be a number of at least 0, not {kind}")
+        return weight if weight.dim() else weight.double()  # those of entries are sent as they are
+
+    return samples if given is None else tree_map(usable, given)
 
 
 class Evaluation(NamedTuple):

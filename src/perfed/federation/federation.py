@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from perfed.core.errors import Problem, SettingsProblem
-from perfed.core.messages import Cohort, Down, Uploads
+from perfed.core.messages import Cohort, Down, Uploads, is_single
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.rounds import Chosen, Known, Phase, chosen
 from perfed.core.tree import leaves, rows, send
 from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, kind_of, shares_one_model
+from perfed.engines.forms import refuse_misfits
 from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores
 from perfed.engines.trees import paths
@@ -234,6 +235,8 @@ class Federation:
             for leaf, name in zip(leaves(uploads.mean), paths(uploads.mean, "mean"), strict=True):
                 if not leaf.is_floating_point():
                     raise TypeError(f"server must give back '{name}' as floating-point numbers, not as {leaf.dtype}")
+        if not is_single(uploads.weight):
+            refuse_misfits(uploads.mean, uploads.weight, type(self.method).__name__)
         return uploads
 
     def _leaves_unread(self, uploads: Uploads) -> bool:

@@ -13,7 +13,7 @@ from perfed.core.tree import leaves
 
 @dataclass
 class Traffic:
-    """Bytes sent so far; counters and single weights are not counted."""
+    """Bytes sent so far; counters and single weights are not counted, weights of entries are."""
 
     down_shared: int = 0
     down_own: int = 0
@@ -44,7 +44,8 @@ class Traffic:
         self.down_shared += size(down.shared) * receivers
         self.down_own += size(down.own)
         if uploads is not None:
-            self.up_mean += size(uploads.mean)
+            of_entries = [weight for weight in leaves(uploads.weight) if weight.dim() > 1]
+            self.up_mean += size([uploads.mean, of_entries])
             self.up_own += size(uploads.own)
 
 
