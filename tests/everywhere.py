@@ -33,7 +33,11 @@ ENGINES = {
     "workers": lambda *job: Workers(*job, workers=2),
     "resumed": Sequential,
 }
-everywhere = pytest.mark.parametrize("engine", ENGINES)
+SIZES = (11, 7, 9, 3, 12)  # less than a batch, not a multiple of it, and more
+SLOW = ("compiled",)
+everywhere = pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ENGINES]
+)
 
 
 def toy_model(network="plain", dtype=torch.float64):
@@ -42,7 +46,7 @@ def toy_model(network="plain", dtype=torch.float64):
 
 def run(make, engine=Sequential, clients=None, rounds=2, saved=None):
     """Train a few rounds in which some clients end early, and evaluate; the state goes through the file `saved`."""
-    clients = clients or toy.toy_clients()
+    clients = clients or toy.toy_clients(SIZES)
     start = lambda **more: Federation(engine(Job(make(), clients, seed=5)), faults=Faults(stragglers=0.5), **more)
     federation, cohorts = start(), toy.COHORTS[:rounds]
     if saved is not None:

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from everywhere import agrees, everywhere, run, toy_model
+import torch.nn.functional as F
+from everywhere import SIZES, agrees, everywhere, run, toy_model
 
 from perfed.contract import toy
 from perfed.core.messages import Up
 from perfed.core.model import average
+from perfed.core.random import derive, normal
 from perfed.methods.fedavg import FedAvg
 
 SETTINGS = dict(lr=0.05, epochs=2, batch_size=5)
@@ -21,11 +23,11 @@ class Remembering(FedAvg):
     """Each client counts how often it met each of its samples, and learns less from those it knows."""
 
     def init_client(self):
-        return torch.zeros(max(toy.SIZES), dtype=self.model.dtype)
+        return torch.zeros(max(SIZES), dtype=self.model.dtype)
 
     def known(self, theta, batch, given):
         loss = lambda theta, batch, train: (
-            average(torch.nn.functional.cross_entropy(self.model.apply(theta, batch.x)[0], batch.y, reduction="none")
+            average(F.cross_entropy(self.model.apply(theta, batch.x)[0], batch.y, reduction="none")
                     / (1 + given[batch.index]), batch.weight), theta)  # fmt: skip
         g, theta, _ = self.model.grad(theta, batch, loss)
         return g, theta
@@ -60,7 +62,7 @@ def test_every_sample_is_met_once_an_epoch():
     met = run(remembering, rounds=1).states["0"]
     epochs = met[0]
     assert epochs in (1, 2)  # a straggler's are fewer
-    assert torch.equal(met, (torch.arange(41) < toy.SIZES[0]) * epochs)
+    assert torch.equal(met, (torch.arange(max(SIZES)) < SIZES[0]) * epochs)
 
 
 @everywhere
@@ -91,7 +93,7 @@ def test_what_no_step_reads_is_not_made():
     from perfed.federation.federation import Federation
 
     for make, reads in ((remembering, True), (lambda: FedAvg(toy_model(), **SETTINGS), False)):
-        engine = Vectorised(Job(make(), toy.toy_clients(), seed=5), fast=True)
+        engine = Vectorised(Job(make(), toy.toy_clients(SIZES), seed=5), fast=True)
         Federation(engine).step()
         assert engine.runner.recorder is not None
         assert any(loop.looks_up for loop in engine.runner.recorder.loops.values()) == reads
@@ -116,11 +118,11 @@ class Curved(FedAvg):
         w = self.descend(down.shared["w"], data)
         change = w - down.shared["w"]
         # Importances of 0: nobody has the first four entries, and one client alone the next.
-        some = change.abs() * (torch.arange(len(change)) >= torch.where(data.size == 41, 4, 8))
+        some = change.abs() * (torch.arange(len(change)) >= torch.where(data.size == 12, 4, 8))
         rows = torch.stack([change[:3], change[3:6]])
         mean = {"w": change, "sum": change**2, "by_entry": change, "rows": rows}
         weight = {"w": None, "sum": 1.0, "by_entry": some, "rows": some[8:10, None]}
-        return client, Up(mean=mean, weight=weight, group=(data.size > 20).long())
+        return client, Up(mean=mean, weight=weight, group=(data.size > 8).long())
 
     def aggregate(self, server, cohort):
         mean, weight = cohort.mean, cohort.weight
@@ -144,3 +146,46 @@ def curved(dtype=torch.float64):
 @everywhere
 def test_weights_of_tensors_and_entries(engine, tmp_path):
     agrees(curved, engine, tmp_path)
+
+
+# ---------------------------------------------------------------------- normal draws
+
+
+@dataclass(frozen=True)
+class Bayes(FedAvg):
+    """A distribution over weights: a mean and a spread, trained through samples drawn from it."""
+
+    def init_server(self, clients):
+        return {"mean": self.model.init(self.seed), "rho": self.model.zeros() - 3.0}
+
+    def sampled(self, carry, batch, given):
+        noise = normal(derive(batch.key, 7), (self.model.width,), self.model.dtype)
+        spread = F.softplus(carry["rho"])
+        g, fresh, _ = self.model.grad(carry["mean"] + spread * noise, batch)
+        slope = torch.sigmoid(carry["rho"])
+        return {
+            "mean": self.model.weights.only(carry["mean"] - self.lr * g, fresh),
+            "rho": self.model.weights.only(carry["rho"] - self.lr * (g * noise - 0.01 / spread) * slope),
+        }
+
+    def local(self, client, down, data):
+        after = data.fold(self.sampled, down.shared)
+        return client, Up(mean={name: after[name] - down.shared[name] for name in after})
+
+    def aggregate(self, server, cohort):
+        return {name: server[name] + cohort.mean[name] for name in server}
+
+    def personalise(self, client, down, data):
+        return down.shared["mean"]
+
+    def global_model(self, server):
+        return server["mean"]
+
+
+def bayes(dtype=torch.float64):
+    return Bayes(toy_model(dtype=dtype), **SETTINGS)
+
+
+@everywhere
+def test_normal_draws(engine, tmp_path):
+    agrees(bayes, engine, tmp_path)

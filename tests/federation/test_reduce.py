@@ -110,7 +110,7 @@ def test_a_client_with_a_weight_that_cannot_be_used_loses_its_turn(value):
 @pytest.mark.parametrize(
     ("weight", "says"),
     [
-        (lambda t: torch.ones(2), "Weighs sends the weights weight for mean/a, mean/b: Up.weight is one number, or a tree"),
+        (lambda t: torch.ones(2), "Weighs sends the weights weight for mean/a, mean/b: Up.weight is one number, or"),
         (lambda t: {"a": 1.0}, "Weighs sends the weights weight/a for mean/a, mean/b"),
         (lambda t: {"a": t[:3], "b": 1.0}, "Weighs sends a weight of shape (3,) for 'mean/a' of shape (84,)"),
         (lambda t: {"a": 1.0, "b": t[None]}, "Weighs sends a weight of shape (1, 84) for 'mean/b' of shape (84,)"),
