@@ -5,12 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from everywhere import SIZES, agrees, everywhere, run, toy_model
+from everywhere import ENGINES, SIZES, agrees, everywhere, run, toy_model
 
 from perfed.contract import toy
+from perfed.core.errors import Problem
 from perfed.core.messages import Up
 from perfed.core.model import average
-from perfed.core.random import derive, normal
+from perfed.core.random import derive, normal, uniform
 from perfed.methods.fedavg import FedAvg
 
 SETTINGS = dict(lr=0.05, epochs=2, batch_size=5)
@@ -189,3 +190,101 @@ def bayes(dtype=torch.float64):
 @everywhere
 def test_normal_draws(engine, tmp_path):
     agrees(bayes, engine, tmp_path)
+
+
+# ---------------------------------------------------------------------- outputs from features
+
+
+@dataclass(frozen=True)
+class Invented(FedAvg):
+    """Clients train on representations that nobody has, and on their own samples through the head alone."""
+
+    def init_server(self, clients):
+        z = uniform(derive(3), (4, *self.model.representation), self.model.dtype)
+        return {"w": self.model.init(self.seed), "z": z}
+
+    def invented(self, theta, batch, given):
+        y = torch.arange(4) % self.model.outputs
+
+        def loss(theta, batch, train):
+            _, z, fresh = self.model.features(theta, batch, train)
+            own = F.cross_entropy(self.model.classify(theta, z), batch.y, reduction="none")
+            return average(own, batch.weight) + F.cross_entropy(self.model.classify(theta, given), y), fresh
+
+        g, theta, _ = self.model.grad(theta, batch, loss)
+        return g, theta
+
+    def local(self, client, down, data):
+        w = self.descend(down.shared["w"], data, self.invented, down.shared["z"])
+        loss = lambda z: F.cross_entropy(self.model.classify(w, z), torch.arange(4) % self.model.outputs)
+        z = down.shared["z"] - torch.func.grad(loss)(down.shared["z"])
+        return client, Up(mean={"w": w - down.shared["w"], "z": z - down.shared["z"]})
+
+    def aggregate(self, server, cohort):
+        return {name: server[name] + cohort.mean[name] for name in server}
+
+    def personalise(self, client, down, data):
+        return down.shared["w"]
+
+    def global_model(self, server):
+        return server["w"]
+
+
+def invented(network="plain", dtype=torch.float64):
+    return Invented(toy_model(network, dtype), **SETTINGS)
+
+
+@everywhere
+def test_outputs_from_features(engine, tmp_path):
+    agrees(invented, engine, tmp_path)
+
+
+# ---------------------------------------------------------------------- gradients of samples
+
+
+@dataclass(frozen=True)
+class Fisher(FedAvg):
+    """Each client sends how much each entry of its model matters: the mean of the squared gradients of its samples."""
+
+    def matters(self, batch, theta):
+        assert len(batch.y) <= 4
+        return average(self.model.grads(theta, batch) ** 2, batch.weight)
+
+    def local(self, client, down, data):
+        w = self.descend(down.shared, data)
+        return client, Up(mean=w - down.shared, weight=1e-6 + data.mean(self.matters, w, chunk=4))
+
+
+def fisher(network="plain", dtype=torch.float64):
+    return Fisher(toy_model(network, dtype), **SETTINGS)
+
+
+@everywhere
+def test_gradients_of_samples_in_chunks(engine, tmp_path):
+    agrees(fisher, engine, tmp_path)
+
+
+def test_a_chunk_has_a_sample():
+    @dataclass(frozen=True)
+    class Empty(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(mean=data.mean(self.zero, down.shared, chunk=0))
+
+        def zero(self, batch, theta):
+            return theta
+
+    with pytest.raises(Problem, match="at least 1, not 0"):
+        run(lambda: Empty(toy_model(), **SETTINGS), rounds=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [invented, fisher])
+def test_kernels_in_gradients_of_samples_and_heads(make):
+    """In float32, where convolutions, norms and losses of a block are kernels."""
+    pytest.importorskip("triton")
+    start = make("conv", torch.float32)
+    expected = run(lambda: start, rounds=1)
+    actual = run(lambda: start, ENGINES["recorded"], rounds=1)
+    weights = lambda server: server["w"] if isinstance(server, dict) else server
+    moved = (weights(expected.server) - start.model.init(0)).norm()
+    assert (weights(actual.server) - weights(expected.server)).norm() < 1e-3 * moved

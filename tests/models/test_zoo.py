@@ -6,9 +6,11 @@ import pytest
 import torch
 from zoo import EVEN, ORDER, SETTINGS, WILD, ZOO, clients, expected
 
+from perfed.accel.fast_model import FastModel
 from perfed.contract import checks
 from perfed.core.errors import Problem
-from perfed.core.model import Model
+from perfed.core.model import Batch, Model
+from perfed.core.random import derive
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
@@ -49,6 +51,17 @@ def test_one_after_another_equals_a_plain_loop(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_all_at_once_equals_one_after_another(name):
     check(ZOO[name], clients(ZOO[name].shape), Vectorised)
+
+
+@NESTED
+@pytest.mark.parametrize("name", ZOO)
+def test_outputs_from_features_and_gradients_of_samples(name):
+    data, plain = clients(ZOO[name].shape), Model(ZOO[name].build, dtype=torch.float64)
+    for model in (plain, FastModel(plain)):
+        theta, batch = model.init(1), Batch(data.train.x[:3].double(), data.train.y[:3], None, derive(0))
+        out, z, _ = model.features(theta, batch)
+        assert torch.equal(model.classify(theta, z), out)
+        assert checks.difference(model.grads(theta, batch).mean(0), model.grad(theta, batch, train=False)[0]) < 1e-12
 
 
 @NESTED

@@ -6,23 +6,25 @@ four numbers (rows of a cohort then stay aligned in memory). Padding is in no pa
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.func import grad as functional_grad
 
 from perfed.core.errors import Problem
 from perfed.core.functions import Alike, plain_draw
 from perfed.core.layers import Drop, Norm, swap
+from perfed.core.tree import outside_transformations
 
 ALIGN = 4
 Loss = Callable[[Tensor, "Batch", bool], tuple[Tensor, Tensor]]  # (theta, batch, train) -> (value, theta)
@@ -48,7 +50,9 @@ class Batch(NamedTuple):
 
 
 def average(each: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the mean of one number per sample, over the samples that count."""
+    """Return the mean over the samples that count, of a number or a tensor for each: [samples, ...]."""
+    if each.dim() > 1:
+        return each.mean(0) if weight is None else torch.tensordot(weight, each, 1) / weight.sum()
     return each.mean() if weight is None else (each * weight).sum() / weight.sum()
 
 
@@ -87,6 +91,17 @@ class Part:
         return torch.where(self.mask, theta, other)
 
 
+class _Head(nn.Module):
+    """Run the head of a network alone."""
+
+    def __init__(self, net: nn.Module, name: str):
+        super().__init__()
+        self.net, self.name = net, name
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.net.get_submodule(self.name)(z)
+
+
 class Model:
     """Turn a network into pure functions of theta.
 
@@ -98,7 +113,10 @@ class Model:
         layers: names of the modules that own parameters, in order.
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
         class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
+        inputs: shape of a sample; engines say it, and `features` where nobody has.
     """
+
+    inputs: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -132,6 +150,7 @@ class Model:
         # Whether `Alike` changes what it does, by mode and for many at once; and whether it draws: once it has run.
         self._calls: dict[tuple[str, bool], bool] = {}
         self._drew: dict[str, bool] = {}
+        self._seen: _Seen | None = None
 
         params = {name: p.shape for name, p in net.named_parameters()}
         kept = net.state_dict()  # buffers that are not saved, such as tables of positions, are constants
@@ -149,6 +168,7 @@ class Model:
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
         self._name_parts(net, head, frozen)
+        self._head = _Head(net, self.head_name)
 
     def _name_parts(self, net: nn.Module, head: str, frozen: list[str]) -> None:
         owner = [name.rpartition(".")[0] for name in self.shapes]
@@ -287,10 +307,7 @@ class Model:
             The network's output, and theta with fresh statistics (unchanged in eval mode).
         """
         mode = "eval" if not train else "train" if weight is None else "weighted"
-        pieces = theta.split(self._sizes)
-        parts = {n: p.reshape(shape) for (n, shape), p in zip(self.shapes.items(), pieces, strict=False)}
-        for name in self._buffers:
-            parts[name] = parts[name].detach()  # statistics are measured, not learned
+        parts = self._tensors(theta)
         if train:
             for name in self._buffers:
                 # Updated in place below, so a copy; adding a zero of x makes it a row per client where x has rows.
@@ -304,20 +321,28 @@ class Model:
         out = self._run(mode, parts, x, options, key)
         if train and self.Q:
             fresh = [parts[name].reshape(-1) for name in self._buffers]
-            theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
+            theta = torch.cat([theta[: self.P].detach(), *fresh, theta[self.size :].detach()])
         return out, theta
+
+    def _tensors(self, theta: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the network."""
+        pieces = theta.split(self._sizes)
+        parts = {n: p.reshape(shape) for (n, shape), p in zip(self.shapes.items(), pieces, strict=False)}
+        for name in self._buffers:
+            parts[name] = parts[name].detach()  # statistics are measured, not learned
+        return parts
 
     def _run(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any], key: Tensor | None) -> Any:
         if torch.compiler.is_compiling():  # a compiler cannot follow what comes next
             return self._call(mode, parts, x, options)
         # A network is watched once in each mode: those that call no such function run without the cost of watching.
-        batched = any(map(is_functorch_wrapped_tensor, (x, *parts.values())))
-        if not self._calls.get((mode, batched), True) or (mode == "eval" and not batched):
+        batched, trains = any(map(is_functorch_wrapped_tensor, (x, *parts.values()))), mode not in ("eval", "head")
+        if not self._calls.get((mode, batched), True) or not (trains or batched):
             return self._call(mode, parts, x, options)  # an evaluation of one client is PyTorch's own
-        with Alike(key, mode != "eval", self._draw) as functions:
+        with Alike(key, trains, self._draw) as functions:
             out = self._call(mode, parts, x, options)
         self._calls[mode, batched] = functions.drew or (functions.met and batched)
-        if mode != "eval":
+        if trains:
             self._drew[mode] = functions.drew
         return out
 
@@ -327,13 +352,16 @@ class Model:
         return functional_call(self._network(mode), parts, (x,), options)
 
     def _network(self, mode: str) -> nn.Module:
-        """Return the network, ready for a call in mode 'eval', 'train' or 'weighted' (training with weights)."""
-        for module in self._net.train(mode != "eval").modules():
+        """Return the network, ready for a call in mode 'eval', 'train' or 'weighted' (training with weights).
+
+        In mode 'head' it is the head alone, as in 'eval'.
+        """
+        for module in self._net.train(mode not in ("eval", "head")).modules():
             if isinstance(module, Norm):
                 module.weighted = mode == "weighted"
             elif isinstance(module, Drop):
                 module.calls = 0
-        return self._net
+        return self._head if mode == "head" else self._net
 
     def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Run the network and look at what enters its head, the representation that a sample has.
@@ -353,7 +381,49 @@ class Model:
             out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         finally:
             hook.remove()
+        self._take(batch)
         return out, seen[0].flatten(1), theta
+
+    def _take(self, batch: Batch) -> None:
+        self.inputs = tuple(batch.x.shape[1:]) if self.inputs is None else self.inputs
+
+    def taking(self, inputs: tuple[int, ...]) -> Self:
+        """Return this model, knowing the shape of a sample."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
+    @property
+    def outputs(self) -> int:
+        """Return how many numbers the network returns for a sample."""
+        return _look(self).outputs
+
+    @property
+    def representation(self) -> tuple[int, ...]:
+        """Return the shape of what enters the head for a sample."""
+        return _look(self).representation
+
+    def classify(self, theta: Tensor, z: Tensor) -> Tensor:
+        """Return the network's outputs for representations, which the head alone turns into them.
+
+        Dropout and statistics of the head are as in an evaluation. A network that does something after its head is
+        refused.
+
+        Args:
+            theta: the model.
+            z: [samples, features], as `features` returns it.
+
+        Returns:
+            [samples, classes], with gradients for z and for the head's entries of theta.
+        """
+        seen = _look(self)
+        if not seen.ends:
+            raise Problem(
+                f"the network does not end with its head '{self.head_name}', so its outputs do not follow from what "
+                "enters it: make the head the last thing that `forward` does, on one tensor"
+            )
+        parts = {f"net.{name}": part for name, part in self._tensors(theta).items()}
+        return self._run("head", parts, z.unflatten(1, seen.representation), {}, None)
 
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch, and theta with fresh statistics if `train`."""
@@ -398,5 +468,58 @@ class Model:
         g, (fresh, value) = functional_grad(value_and_rest, has_aux=True)(theta)
         return self._learned(g), (fresh if self.Q else theta), value
 
+    def grads(self, theta: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of each sample's loss: [samples, width], 0 where theta is not learned.
+
+        Dropout and statistics are as in an evaluation, so that samples do not depend on each other. It takes as much
+        memory as a model for each sample: `data.mean(..., chunk=8)` bounds how many there are.
+
+        Args:
+            theta: the model.
+            batch: the samples; those that fill it up have gradients, too.
+        """
+
+        def one(x: Tensor, y: Tensor) -> Tensor:
+            single = Batch(x[None], y[None], None, batch.key)
+            return functional_grad(lambda theta: self.loss(theta, single)[0])(theta)
+
+        return self._learned(vmap(one)(batch.x, batch.y))
+
     def _learned(self, g: Tensor) -> Tensor:
         return self.weights.only(g) if self.frozen else g
+
+
+class _Seen(NamedTuple):
+    """What one sample shows of a network."""
+
+    outputs: int
+    representation: tuple[int, ...]
+    ends: bool  # whether its outputs are those of its head
+
+
+def _look(model: Model) -> _Seen:
+    """Run a network once on a sample of ones, and watch its head."""
+    if model._seen is not None:
+        return model._seen
+    if model.inputs is None:
+        raise Problem("the shape of the samples is not known yet: it is from `init_server` on")
+    entered: list[Tensor] = []
+    left: list[Any] = []
+    head = model._network("eval").get_submodule(model.head_name)
+    hooks = [
+        head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0])),
+        head.register_forward_hook(lambda _, __, output: left.append(output)),
+    ]
+    try:
+        with outside_transformations(), torch.no_grad():
+            x = torch.ones(1, *model.inputs, dtype=model.dtype, device=model.device)
+            out, _ = model.apply(model.init(0), x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ends = len(left) == 1 and left[0] is out and len(entered[0]) == 1
+    model._seen = _Seen(out.shape[-1], tuple(entered[0].shape[1:]), ends)
+    return model._seen
+
+
+_look._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] (hooks cannot be compiled)

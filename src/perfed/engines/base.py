@@ -297,7 +297,7 @@ class Engine(ABC):
 
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
-        model = FastModel.of(job.method.model, kernels=self.kernels)
+        model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
         run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
         method = replace(job.method, model=model).at(**vars(run))
         for name in method.computed_once():  # here, as every exchange has a copy of its own

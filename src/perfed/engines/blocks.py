@@ -108,10 +108,10 @@ class BlockData(Data):
         out = _Fold.apply(self.block, step, form, len(carried), plan, self.key, *inside)
         return unflatten(list(out), carry_form)
 
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
         inside, form = flatten((given, held_by(check_step(fn)[1])))
         result = _Result()
-        out = _Mean.apply(self.block, fn, form, result, split, self.key, *inside)
+        out = _Mean.apply(self.block, fn, form, result, split, chunk, self.key, *inside)
         return unflatten(list(out), result.form)
 
 
@@ -310,10 +310,11 @@ def _tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> 
 class _Mean(_Loop):
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
-    ):
-        batched = [d is not None for d in in_dims[6:]]
-        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
+        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, chunk: int | None,
+        key: Any, *inside
+    ):  # fmt: skip
+        batched = [d is not None for d in in_dims[7:]]
+        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[7:], strict=True)]
         size = block.size(split)
         order, back, size = _sorted_rows(size)
         where = integers(order, key.device)
@@ -321,7 +322,7 @@ class _Mean(_Loop):
         inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
             split, start = "train", torch.zeros_like(start)
-        mean = Mean(block, fn, form, result, split, batched, key, start, n, size)
+        mean = Mean(block, fn, form, result, split, chunk, batched, key, start, n, size)
         recorder = block.runner.recorder
         totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
         # A client without samples has no mean: 0 / 0 is NaN.
@@ -339,6 +340,7 @@ class Mean:
     form: Any  # how (given, settings) is put together from tensors
     result: _Result
     split: str
+    chunk: int | None  # most samples of a client at once
     batched: list[bool]  # which of these tensors have a row for each client
     key: Tensor  # [rows]
     start: Tensor  # [rows], first samples
@@ -363,9 +365,10 @@ class Mean:
         totals: list[Tensor] = []
         count, longest = len(self.size), self.size[0] if most is None else most
         whole = vmap(self._values(), in_dims=(*(0,) * 5, *(0 if b else None for b in self.batched)))
-        for first in range(0, max(longest, 1), CHUNK):
+        chunk = self.chunk or CHUNK
+        for first in range(0, max(longest, 1), chunk):
             active = _active(self.size, first) if self.size[0] else count
-            length = min(CHUNK, max(longest - first, 1))
+            length = min(chunk, max(longest - first, 1))
             place = torch.arange(first, first + length, device=self.key.device)
             index = torch.where(place < self.n[:active, None], place, -1)
             x, y, numbers = self.block.gather(self.split, index, self.start[:active])
@@ -400,7 +403,7 @@ class Mean:
         batched = [True] * len(zeros) + self.batched
         dims = (*(0,) * 5, *(0 if b else None for b in batched))
         most = max(self.block.clients.split(self.split).size)
-        slots = min(PIECE, most)
+        slots = min(PIECE, self.chunk or PIECE, most)
         inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
         shape = (1, -(-most // slots), slots)
         whole = vmap(body, in_dims=dims)

@@ -187,15 +187,16 @@ class ClientData(Data):
                 refuse_other_form(before, form(carry))
         return carry
 
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
         source = self.clients.split(split)
         start, size = source.start[self.index], source.size[self.index]
         if size == 0:  # run on any sample for the form of the result, which is filled with NaN
             value = fn(self._batch(split if len(source.y) else "train", slice(0, 1), self.key), given)
             return tree_map(lambda t: torch.full_like(t, torch.nan), value)
         total = None
-        for first in range(0, size, CHUNK):
-            count = min(CHUNK, size - first)
+        chunk = chunk or CHUNK
+        for first in range(0, size, chunk):
+            count = min(chunk, size - first)
             value = fn(self._batch(split, slice(start + first, start + first + count), self.key), given)
             part = tree_map(lambda t, count=count: t * count, value)
             total = part if total is None else tree_map(torch.add, total, part)
