@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from perfed.contract.checks import CLOSE, Outcome, difference, play, reference
-from perfed.contract.toy import COHORTS, SIZES, MakeMethod, job, maker, networks, toy_clients
+from perfed.contract.toy import COHORTS, SIZES, MakeMethod, frozen, job, maker, networks, toy_clients
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Plan
 from perfed.core.errors import Problem
@@ -344,6 +344,20 @@ def check_statistics(entry: Entry) -> None:
                     "or a step size at the server is for weights, `self.model.weights.only(change)`; running "
                     "statistics take the plain mean"
                 )
+
+
+def check_frozen(entry: Entry) -> None:
+    """Check that parameters which the network has frozen stay what they are, in every model of every client."""
+    method = maker(entry, networks(entry)[0], frozen)()
+    model, outcome = method.model, reference(method)
+    still = model.everything.mask & ~model.moving.mask
+    starts = [model.init(seed)[still] for seed in range(getattr(method, method.starts) if method.starts else 1)]
+    for thetas in outcome.models.values():
+        for name, theta in thetas.items():
+            assert any(difference(theta[still], start) <= CLOSE for start in starts), (
+                f"'{name}' has other values where the network is frozen: parts leave frozen parameters out, so a theta "
+                "is put together on `self.model.init(self.seed)`, not on zeros"
+            )
 
 
 def _check_moved(make: MakeMethod) -> None:

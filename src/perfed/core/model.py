@@ -108,8 +108,8 @@ class Model:
     Attributes:
         P, Q, size, width: number of parameters, of float buffers, of both together, and length of theta.
         shapes: name and shape of every tensor in theta, in order.
-        head, body, norm, weights, everything: parts of theta: the classifier, all else, the normalising layers, what
-            is learned (no buffers, no frozen parameters), and all but the padding.
+        moving, head, body, norm, weights, everything: parts of theta: what training can change, and of that the
+            classifier, all else, the normalising layers, and what is learned (no buffers); and all but the padding.
         layers: names of the modules that own parameters, in order.
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
         class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
@@ -167,10 +167,12 @@ class Model:
         self._inits: dict[int, Tensor] = {}
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
-        self._name_parts(net, head, frozen)
+        net.train()  # a network may keep layers as they are in an evaluation
+        still = [name for name in buffers if not net.get_submodule(name.rpartition(".")[0]).training]
+        self._name_parts(net, head, frozen, still)
         self._head = _Head(net, self.head_name)
 
-    def _name_parts(self, net: nn.Module, head: str, frozen: list[str]) -> None:
+    def _name_parts(self, net: nn.Module, head: str, frozen: list[str], still: list[str]) -> None:
         owner = [name.rpartition(".")[0] for name in self.shapes]
         owners = list(dict.fromkeys(owner[: len(self.shapes) - len(self._buffers)]))
         self.layers = owners
@@ -179,16 +181,20 @@ class Model:
         self.head_name = head = head or owners[-1]
         modules = dict(net.named_modules())
         norms = Norm | nn.GroupNorm | nn.LayerNorm | nn.modules.instancenorm._InstanceNorm
+        self.everything = Part(self._mask([True] * len(owner)))
+        self.moving = Part(self._mask([name not in (*frozen, *still) for name in self.shapes]))
         self.head = self._part([o == head or o.startswith(head + ".") for o in owner])
         self.body = self._part([not (o == head or o.startswith(head + ".")) for o in owner])
         self.norm = self._part([isinstance(modules[o], norms) for o in owner])
-        self.weights = self._part([name not in (*self._buffers, *frozen) for name in self.shapes])
-        self.everything = self._part([True] * len(owner))
+        self.weights = self._part([name not in self._buffers for name in self.shapes])
         index = torch.tensor([owners.index(o) if o in owners else -1 for o in owner] + [-1])
         self.layer = torch.repeat_interleave(index, torch.tensor(self._sizes)).to(self.device)
 
+    def _mask(self, flags: list[bool]) -> Tensor:
+        return torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device)
+
     def _part(self, flags: list[bool]) -> Part:
-        return Part(torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device))
+        return Part(self._mask(flags) & self.moving.mask)
 
     @property
     def fixed(self) -> bool:
@@ -211,7 +217,7 @@ class Model:
         return bool(self._drew)
 
     def part(self, pattern: str) -> Part:
-        """Select entries of theta by name.
+        """Select entries of theta by name, but for those that never change: frozen parameters, which everybody has.
 
         Args:
             pattern: 'head', 'body', 'norm', 'none', or a pattern over names of tensors and modules ('conv*', '*.bias');
@@ -228,7 +234,7 @@ class Model:
 
     def _match(self, pattern: str) -> Part:
         if pattern.startswith("!"):
-            return Part(self.everything.mask & ~self.part(pattern[1:]).mask)
+            return Part(self.moving.mask & ~self.part(pattern[1:]).mask)
         if pattern == "none":
             return self._part([False] * len(self.shapes))
         flags = [fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n.rpartition(".")[0], pattern) for n in self.shapes]

@@ -13,7 +13,10 @@ from perfed.core.tree import leaves
 
 @dataclass
 class Traffic:
-    """Bytes sent so far; counters and single weights are not counted, weights of entries are."""
+    """Bytes sent so far; counters and single weights are not counted, weights of entries are.
+
+    Nor is what training cannot change, such as a frozen backbone: everybody has it from the start.
+    """
 
     down_shared: int = 0
     down_own: int = 0
@@ -35,12 +38,12 @@ class Traffic:
         """Add an exchange.
 
         Args:
-            model: the network, whose padding does not count.
+            model: the network, whose padding and frozen parameters do not count.
             receivers: number of clients that were sent `down`.
             down: what they were sent; `own` has a row for each.
             uploads: the rows that came back; None: nothing did.
         """
-        size = lambda tree: count_bytes([tree], model.width, model.size)
+        size = lambda tree: count_bytes([tree], model.width, len(model.moving))
         self.down_shared += size(down.shared) * receivers
         self.down_own += size(down.own)
         if uploads is not None:
@@ -50,12 +53,12 @@ class Traffic:
 
 
 def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
-    """Count the bytes of the tensors in a compartment; a row of theta counts without its padding.
+    """Count the bytes of the tensors in a compartment; a row of theta counts without what is not sent of it.
 
     Args:
         trees: trees of tensors.
         width: numbers in a row of theta.
-        size: numbers in it that are not padding.
+        size: how many of them count.
 
     Returns:
         The number of bytes.
