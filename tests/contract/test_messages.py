@@ -6,13 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from everywhere import ENGINES, SIZES, agrees, everywhere, run, toy_model
+from torch import nn
 
-from perfed.contract import toy
+import perfed
+from perfed.contract import checks, toy
 from perfed.core.errors import Problem
+from perfed.core.fields import hyper
+from perfed.core.further import further_model, models_of
 from perfed.core.messages import Up
-from perfed.core.model import average
+from perfed.core.model import Model, average
 from perfed.core.random import derive, normal, uniform
+from perfed.engines.base import Job
+from perfed.engines.local import Sequential
+from perfed.engines.vectorised import Vectorised
+from perfed.federation.federation import Federation, step
 from perfed.methods.fedavg import FedAvg
+from perfed.studies import measures
 
 SETTINGS = dict(lr=0.05, epochs=2, batch_size=5)
 
@@ -89,10 +98,6 @@ def drawing():
 
 def test_what_no_step_reads_is_not_made():
     pytest.importorskip("triton")
-    from perfed.engines.base import Job
-    from perfed.engines.vectorised import Vectorised
-    from perfed.federation.federation import Federation
-
     for make, reads in ((remembering, True), (lambda: FedAvg(toy_model(), **SETTINGS), False)):
         engine = Vectorised(Job(make(), toy.toy_clients(SIZES), seed=5), fast=True)
         Federation(engine).step()
@@ -288,3 +293,149 @@ def test_kernels_in_gradients_of_samples_and_heads(make):
     weights = lambda server: server["w"] if isinstance(server, dict) else server
     moved = (weights(expected.server) - start.model.init(0)).norm()
     assert (weights(actual.server) - weights(expected.server)).norm() < 1e-3 * moved
+
+
+# ---------------------------------------------------------------------- further networks
+
+
+@dataclass(frozen=True)
+class Generating(FedAvg):
+    """Clients learn from a generator of representations, which has dropout, and train it on their own ones."""
+
+    noise: int = hyper(2, "numbers that a representation is made of", at_least=1)
+
+    @further_model
+    def generator(self):
+        """From noise and a class to a representation."""
+        (features,) = self.model.representation
+        inputs = self.noise + self.model.outputs
+        return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, features))
+
+    def init_server(self, clients):
+        return {"w": self.model.init(self.seed), "G": self.generator.init(self.seed)}
+
+    def generated(self, G, batch, train=False):
+        eps = normal(derive(batch.key, 1), (len(batch.y), self.noise), self.model.dtype)
+        y = (batch.y[:, None] == torch.arange(self.model.outputs)).to(self.model.dtype)
+        return self.generator.apply(G, torch.cat([eps, y], 1), train, batch.weight, derive(batch.key, 2))
+
+    def step(self, carry, batch, given):
+        w, G = carry["w"], carry["G"]
+
+        def learns(w, batch, train):
+            value, fresh = self.model.loss(w, batch, train)
+            z, _ = self.generated(given, batch)
+            each = F.cross_entropy(self.model.classify(w, z), batch.y, reduction="none")
+            return value + average(each, batch.weight), fresh
+
+        def generates(G, batch, train):
+            z, fresh = self.generated(G, batch, train)
+            _, own, _ = self.model.features(w, batch)
+            return average(((z - own) ** 2).sum(1), batch.weight), fresh
+
+        g, fresh, _ = self.model.grad(w, batch, learns)
+        g_G, fresh_G, _ = self.generator.grad(G, batch, generates)
+        return {"w": fresh - self.lr * g, "G": fresh_G - self.lr * g_G}
+
+    def local(self, client, down, data):
+        after = data.fold(self.step, down.shared, down.shared["G"])
+        start = self.generator.init(self.seed)  # as the server's first
+        return client, Up(mean={name: after[name] - down.shared[name] for name in after} | {"far": after["G"] - start})
+
+    def aggregate(self, server, cohort):
+        return {name: server[name] + cohort.mean[name] for name in server}
+
+    def personalise(self, client, down, data):
+        return down.shared["w"]
+
+    def global_model(self, server):
+        return server["w"]
+
+
+def generating(dtype=torch.float64, **changed):
+    return Generating(toy_model(dtype=dtype), **SETTINGS, **changed)
+
+
+@everywhere
+def test_a_further_network(engine, tmp_path):
+    agrees(generating, engine, tmp_path)
+
+
+def test_bytes_of_a_further_network_are_its_own():
+    traffic, method = run(generating, rounds=1).traffic, Federation(Sequential(Job(generating(), toy.toy_clients())))
+    w, G = method.engine.method.model, method.engine.method.generator
+    assert traffic["down_shared"] == 3 * 8 * (w.size + G.size)
+    assert traffic["up_mean"] == 3 * 8 * (w.size + 2 * G.size)
+    assert G.size % 4  # some of a row is padding
+
+
+def test_thetas_of_two_networks_have_two_lengths():
+    @dataclass(frozen=True)
+    class Twins(FedAvg):
+        @further_model
+        def first(self):
+            return nn.Linear(6, 11)
+
+        @further_model
+        def second(self):
+            return nn.Linear(5, 13)
+
+    model = Model(lambda: nn.Linear(4, 16), dtype=torch.float64)
+    method = Twins(model)
+    assert [(each.size, each.width) for each in models_of(method).values()] == [(80, 80), (77, 84), (78, 88)]
+    assert method.first is method.first
+    assert models_of(FedAvg(model)) == {"model": model}
+
+
+def test_several_runs_with_further_networks():
+    jobs = [Job(generating(seed=seed), toy.toy_clients(SIZES), seed=seed) for seed in (0, 3)]
+    engine = Vectorised(*jobs)
+    together = [Federation(engine, place) for place in range(2)]
+    step(together)
+    for federation, job in zip(together, jobs, strict=True):
+        alone = Federation(Sequential(job))
+        alone.step()
+        assert checks.difference(federation.server, alone.server) < 1e-12
+
+
+def test_memory_counts_further_networks(tmp_path):
+    (tmp_path / "generates.py").write_text(GENERATES)
+    tiny = {"clients": 3, "rounds": 1, "epochs": 1, "hidden": 4, "engine": "sequential", "baseline": False}
+    ran = perfed.run(str(tmp_path / "generates.py"), out=tmp_path / "run", **tiny)
+    entry = ran.entries["generates"]
+    numbers = (64 * 4 + 4 + 4 * 10 + 10) + (3 * 10 + 10)
+    assert measures.memory(ran.config, entry, ran.about)["server_state"] == 4 * numbers
+
+
+GENERATES = '''"""Generates: FedAvg beside a network that nobody trains."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from perfed.core.further import further_model
+from perfed.core.messages import Up
+from perfed.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Generates(FedAvg):
+    @further_model
+    def generator(self):
+        return nn.Linear(3, self.model.outputs)
+
+    def init_server(self, clients):
+        return {"w": self.model.init(self.seed), "G": self.generator.init(self.seed)}
+
+    def local(self, client, down, data):
+        return client, Up(mean=self.descend(down.shared["w"], data) - down.shared["w"])
+
+    def aggregate(self, server, cohort):
+        return {"w": server["w"] + cohort.mean, "G": server["G"]}
+
+    def personalise(self, client, down, data):
+        return down.shared["w"]
+
+    def global_model(self, server):
+        return server["w"]
+'''

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -63,9 +63,9 @@ class FastModel(Model):
         plain = model.plain if isinstance(model, FastModel) else model
         return cls(plain, kernels) if type(plain) is Model else plain
 
-    def like(self, build: Callable[[], nn.Module]) -> FastModel:
+    def like(self, build: Callable[[], nn.Module], apart: Collection[int] = ()) -> FastModel:
         """Return a model with the same kernels for another network, which runs as it is written."""
-        return FastModel(self.plain.like(build), kernels=self._cohort_layers is not None, fused=False)
+        return FastModel(self.plain.like(build, apart), kernels=self._cohort_layers is not None, fused=False)
 
     def _network(self, mode: str) -> nn.Module:
         for drop in self._drops[mode]:

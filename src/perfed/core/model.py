@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -106,7 +106,8 @@ class Model:
     """Turn a network into pure functions of theta.
 
     Attributes:
-        P, Q, size, width: number of parameters, of float buffers, of both together, and length of theta.
+        P, Q, size, sent, width: number of parameters, of float buffers, of both together, of those that training can
+            change, and length of theta.
         shapes: name and shape of every tensor in theta, in order.
         moving, head, body, norm, weights, everything: parts of theta: what training can change, and of that the
             classifier, all else, the normalising layers, and what is learned (no buffers); and all but the padding.
@@ -126,6 +127,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         class_weights: Sequence[float] | None = None,
+        apart: Collection[int] = (),
     ):
         """Make a model.
 
@@ -135,6 +137,7 @@ class Model:
             dtype: type of theta.
             device: where theta is.
             class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
+            apart: lengths that theta must not have, for they are those of other models.
         """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
@@ -163,6 +166,8 @@ class Model:
         self.Q = sum(math.prod(s) for s in buffers.values())
         self.size = self.P + self.Q
         self.width = -(-self.size // ALIGN) * ALIGN
+        while self.width in apart:
+            self.width += ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]
         self._inits: dict[int, Tensor] = {}
         self._parts: dict[str, Part] = {}
@@ -170,6 +175,7 @@ class Model:
         net.train()  # a network may keep layers as they are in an evaluation
         still = [name for name in buffers if not net.get_submodule(name.rpartition(".")[0]).training]
         self._name_parts(net, head, frozen, still)
+        self.sent = len(self.moving)
         self._head = _Head(net, self.head_name)
 
     def _name_parts(self, net: nn.Module, head: str, frozen: list[str], still: list[str]) -> None:
@@ -242,10 +248,15 @@ class Model:
             raise Problem(f"no parameter matches '{pattern}'; the model has: {', '.join(self.shapes)}")
         return self._part(flags)
 
-    def like(self, build: Callable[[], nn.Module]) -> Model:
-        """Return a model of this kind for another network, which runs as it is written."""
+    def like(self, build: Callable[[], nn.Module], apart: Collection[int] = ()) -> Model:
+        """Return a model of this kind for another network, which runs as it is written.
+
+        Args:
+            build: makes the network.
+            apart: as for a new model.
+        """
         weights = None if self.class_weights is None else self.class_weights.tolist()
-        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights)
+        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights, apart=apart)
 
     # ------------------------------------------------------------------ from and to ordinary modules
 
@@ -257,7 +268,8 @@ class Model:
     def init(self, seed: int) -> Tensor:
         """Return theta of a network freshly built from `seed`; equal seeds give equal numbers."""
         if seed not in self._inits:
-            self._inits[seed] = self.flat(self._fresh(seed).state_dict())
+            with outside_transformations():  # it may be a client's, under vmap, that asks first
+                self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()
 
     def zeros(self) -> Tensor:

@@ -20,6 +20,7 @@ from torch.func import vmap
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
+from perfed.core.further import models_of
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.random import mix, smallest, tickets
@@ -473,14 +474,16 @@ class Runner:
         weighted = batches[0].weight is not None
         whole = self.batch_step(step, form, batched, len(batches), weighted)
         flat = [t for b in batches for t in b if t is not None]
-        model = check_step(step)[1].model
-        if self.compile and not model.tried:
-            whole(*flat, *inside)  # whether it draws random numbers shows when it has run
-        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
-        if not self.compile or model.draws or (model.keyed and flat[0].is_cuda):
+        if not self.compile:
             return list(whole(*flat, *inside))
+        models = models_of(check_step(step)[1]).values()
         shape = tuple(t.shape for t in (*flat, *inside))
         key = (*self.identity(step, form, batched), len(batches), weighted, shape)
+        if key not in self.compiled and not all(model.tried for model in models):
+            whole(*flat, *inside)  # whether it draws random numbers shows when it has run
+        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
+        if any(model.draws or (model.keyed and flat[0].is_cuda) for model in models):
+            return list(whole(*flat, *inside))
         if key not in self.compiled:
             self.compiled[key] = self._compile(whole)
         return list(self.compiled[key](*flat, *inside))

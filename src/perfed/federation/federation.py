@@ -179,7 +179,7 @@ class Federation:
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
             self.known.fail(self.answers.lost)
             down = method.broadcast(self.server, self._send(self.answers.lost))
-            self.traffic.count(method.model, len(self.answers.lost), down)
+            self.traffic.count(method, len(self.answers.lost), down)
 
     def _planned(self, wanted: Chosen, phase: Phase) -> list[Turn]:
         """Return the exchanges of a round, with those of their clients that answer."""
@@ -216,7 +216,7 @@ class Federation:
             request: what was asked.
             reply: what the engine answered.
         """
-        self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
+        self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         self.known.fail([failure.id for failure in reply.failures])

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from perfed.core.further import models_of
 from perfed.core.messages import Down, Uploads
-from perfed.core.model import Model
+from perfed.core.method import Method
 from perfed.core.tree import leaves
 
 
@@ -34,16 +35,17 @@ class Traffic:
         """Bytes from clients to the server."""
         return self.up_mean + self.up_own
 
-    def count(self, model: Model, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
+    def count(self, method: Method, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
         """Add an exchange.
 
         Args:
-            model: the network, whose padding and frozen parameters do not count.
+            method: whose models' padding and frozen parameters do not count.
             receivers: number of clients that were sent `down`.
             down: what they were sent; `own` has a row for each.
             uploads: the rows that came back; None: nothing did.
         """
-        size = lambda tree: count_bytes([tree], model.width, len(model.moving))
+        sizes = {model.width: model.sent for model in models_of(method).values()}
+        size = lambda tree: count_bytes([tree], sizes)
         self.down_shared += size(down.shared) * receivers
         self.down_own += size(down.own)
         if uploads is not None:
@@ -52,13 +54,12 @@ class Traffic:
             self.up_own += size(uploads.own)
 
 
-def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
+def count_bytes(trees: Iterable[Any], sizes: dict[int, int]) -> int:
     """Count the bytes of the tensors in a compartment; a row of theta counts without what is not sent of it.
 
     Args:
         trees: trees of tensors.
-        width: numbers in a row of theta.
-        size: how many of them count.
+        sizes: numbers in a row of theta -> how many of them count.
 
     Returns:
         The number of bytes.
@@ -66,7 +67,7 @@ def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
     total = 0
     for tensor in leaves(list(trees)):
         numbers = tensor.numel()
-        if tensor.dim() and tensor.shape[-1] == width:
-            numbers = numbers // width * size
+        if tensor.dim() and tensor.shape[-1] in sizes:
+            numbers = numbers // tensor.shape[-1] * sizes[tensor.shape[-1]]
         total += numbers * tensor.element_size()
     return total
