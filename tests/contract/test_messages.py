@@ -13,9 +13,10 @@ from perfed.contract import checks, toy
 from perfed.core.errors import Problem
 from perfed.core.fields import hyper
 from perfed.core.further import further_model, models_of
-from perfed.core.messages import Up
+from perfed.core.messages import Down, Up
 from perfed.core.model import Model, average
 from perfed.core.random import derive, normal, uniform
+from perfed.core.width import width_mask
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
@@ -414,7 +415,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from perfed.core.further import further_model
-from perfed.core.messages import Up
+from perfed.core.messages import Down, Up
 from perfed.methods.fedavg import FedAvg
 
 
@@ -439,3 +440,147 @@ class Generates(FedAvg):
     def global_model(self, server):
         return server["w"]
 '''
+
+
+# ---------------------------------------------------------------------- masks
+
+
+@dataclass(frozen=True)
+class Narrow(FedAvg):
+    """HeteroFL: every second client trains half of each layer; each entry's mean is that of the clients who have it."""
+
+    narrow: float = hyper(0.5, "width of every second client", above=0, at_most=1)
+
+    def masks(self, ids):
+        widths = torch.stack([width_mask(self.model, share) for share in (self.narrow, 1.0)])
+        return widths[ids % 2]
+
+    def broadcast(self, server, ids):
+        return Down(shared=server, mask=self.masks(ids))
+
+    def show(self, server, ids):
+        return Down(shared=server)
+
+    def inside(self, theta, batch, mask):
+        g, fresh, _ = self.model.grad(theta, batch)
+        return torch.where(mask, g, 0), torch.where(mask, fresh, theta)
+
+    def local(self, client, down, data):
+        w = self.descend(down.shared, data, self.inside, down.mask)
+        # What lies outside is neither sent nor used.
+        return client, Up(mean=torch.where(down.mask, w - down.shared, torch.nan), weight=1.0, mask=down.mask)
+
+
+@dataclass(frozen=True)
+class NarrowByOne(Narrow):
+    """Clients of two groups, each evaluated at its own width; a row for each client, and a tensor without entries."""
+
+    evaluates = "own"
+
+    @property
+    def groups(self):
+        return 2
+
+    def broadcast(self, server, ids):
+        return Down(shared=(server,), own={"theta": server.expand(len(ids), -1), "id": ids}, mask=self.masks(ids))
+
+    def show(self, server, ids):
+        return self.broadcast(server, ids)
+
+    def local(self, client, down, data):
+        (w,) = down.shared
+        change = self.descend(w, data, self.inside, down.mask) - down.own["theta"]
+        mean = {"w": change, "n": data.size.to(change.dtype)}
+        group = (down.own["id"] > 1).long()
+        return client, Up(mean, weight={"w": change.abs(), "n": None}, mask=down.mask, group=group)
+
+    def aggregate(self, server, cohort):
+        return server + cohort.mean["w"].sum(0) + 1e-6 * cohort.mean["n"].sum()
+
+    def personalise(self, client, down, data):
+        return down.own["theta"]
+
+
+def narrow(**changed):
+    return Narrow(toy_model("norm"), **SETTINGS, **changed)
+
+
+def narrow_by_one():
+    return NarrowByOne(toy_model(), **SETTINGS)
+
+
+@everywhere
+@pytest.mark.parametrize("make", [narrow, narrow_by_one])
+def test_masks(engine, make, tmp_path):
+    agrees(make, engine, tmp_path)
+
+
+def test_all_at_full_width_is_a_uniform_mean():
+    @dataclass(frozen=True)
+    class Uniform(FedAvg):
+        def local(self, client, down, data):
+            state, up = super().local(client, down, data)
+            return state, Up(up.mean, weight=1.0)
+
+    full, plain = run(lambda: narrow(narrow=1.0)), run(lambda: Uniform(toy_model("norm"), **SETTINGS))
+    assert checks.difference(full.server, plain.server) == 0
+    assert full.traffic == plain.traffic
+
+
+def test_bytes_are_counted_by_masks():
+    for make in (narrow, narrow_by_one):
+        federation = Federation(Sequential(Job(make(), toy.toy_clients(), seed=5)))
+        method, traffic = federation.method, federation.traffic
+        federation.step([0, 1, 2])
+        inside = 8 * int(method.masks(torch.arange(3)).sum())
+        assert inside < 8 * 3 * method.model.size
+        assert traffic.down_shared == inside
+        assert traffic.up_mean == (inside if make is narrow else 2 * inside + 3 * 8)
+        assert traffic.down_own == (0 if make is narrow else inside + 3 * 8)
+
+
+def test_entries_that_nobody_has_stay_as_they_are():
+    federation = Federation(Sequential(Job(narrow(), toy.toy_clients(), seed=5)))
+    before, mask = federation.server, federation.method.masks(torch.tensor([0]))[0]
+    federation.step([0, 2])
+    assert torch.equal((federation.server != before) & ~mask, torch.zeros_like(mask))
+    assert ((federation.server != before) & mask)[federation.method.model.head.mask].any()
+
+
+@pytest.mark.parametrize(
+    ("down", "says"),
+    [
+        (lambda w, n: Down(w, mask=torch.ones(n, len(w))), "Down.mask is True or False .* not float32 of shape"),
+        (lambda w, n: Down(w, mask=w > 0), "a row for each of 5 clients, not bool of shape"),
+        (
+            lambda w, n: Down(w, mask=torch.ones(n, 3) > 0),
+            "rows of 3 entries, but no tensor of the message has so many",
+        ),
+    ],
+)
+def test_masks_that_cannot_be(down, says):
+    @dataclass(frozen=True)
+    class Masks(FedAvg):
+        def broadcast(self, server, ids):
+            return down(server, len(ids))
+
+    with pytest.raises(Problem, match=says):
+        Federation(Sequential(Job(Masks(toy_model()), toy.toy_clients()))).step()
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (lambda w: w, "sends a mask of float64 of shape"),
+        (lambda w: w[None] > 0, "sends a mask of bool of shape"),
+        (lambda w: w[:3] > 0, "a mask of 3 entries, but no tensor in Up.mean has so many"),
+    ],
+)
+def test_masks_of_uploads_that_cannot_be(mask, says):
+    @dataclass(frozen=True)
+    class Masks(FedAvg):
+        def local(self, client, down, data):
+            return client, Up(down.shared, mask=mask(down.shared))
+
+    with pytest.raises(Problem, match=says):
+        Federation(Sequential(Job(Masks(toy_model()), toy.toy_clients()))).step()

@@ -210,7 +210,7 @@ class Method(ABC):
     def newcomer(self, server: State, /) -> Down:
         """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""
         down = self.broadcast(server, torch.arange(0))
-        if leaves(down.own):
+        if leaves(down.own) or down.mask is not None:
             name = type(self).__name__
             raise Problem(f"{name} keeps something for each client it knows, so it has nothing to send to a new one")
         return down

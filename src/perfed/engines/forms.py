@@ -105,6 +105,11 @@ def refuse_unusable(declared: Form, method: str) -> None:
             )
         if part in ("group", "loss") and kind.shape:
             raise Problem(f"{method} sends a {part} of shape {kind.shape}: a client has one number there")
+        if part == "mask" and (kind.dtype != torch.bool or len(kind.shape) != 1):
+            kind_of_mask = f"{_word(kind.dtype)} of shape {kind.shape}"
+            raise Problem(f"{method} sends a mask of {kind_of_mask}: it is True or False for each entry")
+        if part == "mask" and not any(leaf.shape[-1:] == kind.shape for leaf in leaves(declared["mean"])):
+            raise Problem(f"{method} sends a mask of {kind.shape[0]} entries, but no tensor in Up.mean has so many")
         if part == "group" and kind.dtype.is_floating_point:
             raise Problem(f"{method} sends a group of {_word(kind.dtype)}: groups are numbered with whole numbers")
 

@@ -111,7 +111,7 @@ def _bad_weight(rows: Tensor) -> Tensor:
 def only(uploads: Uploads, index: Tensor) -> Uploads:
     """Return the rows `index` of uploads."""
     select = lambda leaf: None if leaf is None else leaf.index_select(0, index)
-    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group, uploads.loss)
+    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group, uploads.loss, uploads.mask)
     return Uploads(*(tree_map(select, part) for part in parts))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.core.messages import Cohort, Uploads, is_single
+from perfed.core.messages import Cohort, Uploads, covers, is_single
 from perfed.core.tree import tree_map
 from perfed.engines.base import by_row
 
@@ -57,13 +57,26 @@ def mean(uploads: Uploads, groups: int, weighted_sum: WeightedSum, used: Tensor 
         counted = torch.where(entries > 0, stacked * entries, 0)  # what has weight 0 may be anything
         return average(counted, everybody, beside(total)).to(stacked.dtype)
 
-    if is_single(uploads.weight):
-        share = shares(uploads.weight)
+    weight = uploads.weight if uploads.mask is None else _masked(uploads.mean, uploads.weight, uploads.mask)
+    if is_single(weight):
+        share = shares(weight)
         totals = share.sum(0)
         means = tree_map(lambda stacked: average(stacked, share, by_row(totals, stacked)), uploads.mean)
     else:
         everybody = shares(torch.ones_like(uploads.ids))
         total = lambda weight: shares(weight).sum(0) if weight.dim() == 1 else weighted_sum(everybody, weight)
-        totals = tree_map(total, uploads.weight)
-        means = tree_map(average_of_entries, uploads.mean, uploads.weight, totals)
+        totals = tree_map(total, weight)
+        means = tree_map(average_of_entries, uploads.mean, weight, totals)
     return Cohort(uploads.ids, means, uploads.own, totals if grouped else tree_map(lambda t: t[0], totals), size)
+
+
+def _masked(mean: Any, weight: Any, mask: Tensor) -> Any:
+    """Return a weight for each tensor of a mean, 0 at entries that a client does not have."""
+
+    def of(stacked: Tensor, weight: Tensor) -> Tensor:
+        if not covers(mask, stacked):
+            return weight
+        weight = weight[:, None] if weight.dim() == 1 else weight
+        return weight * mask.view(len(mask), *(1,) * (weight.dim() - 2), -1)
+
+    return tree_map(lambda rows: of(rows, weight), mean) if is_single(weight) else tree_map(of, mean, weight)

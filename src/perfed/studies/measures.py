@@ -202,7 +202,7 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
     method = replace(method, model=method.model.taking(tuple(about["shape"])))
     sizes = {model.width: model.size for model in models_of(method).values()}
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
-    size = lambda state: count_bytes(tensors(state), sizes)
+    size = lambda state: int(count_bytes(tensors(state), sizes))
     return {"server_state": size(method.init_server(count)), "client_state": size(method.init_client())}
 
 
