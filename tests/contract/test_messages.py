@@ -20,6 +20,7 @@ from perfed.core.width import width_mask
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
+from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation, step
 from perfed.methods.fedavg import FedAvg
 from perfed.studies import measures
@@ -584,3 +585,117 @@ def test_masks_of_uploads_that_cannot_be(mask, says):
 
     with pytest.raises(Problem, match=says):
         Federation(Sequential(Job(Masks(toy_model()), toy.toy_clients()))).step()
+
+
+# ---------------------------------------------------------------------- clusters up to a maximum
+
+
+@dataclass(frozen=True)
+class Splitting(FedAvg):
+    """Clusters that split where their clients move apart (CFL's idea), up to a declared number."""
+
+    most: int = hyper(3, "clusters at most", at_least=1)
+
+    evaluates = "assembled"
+
+    @property
+    def groups(self):
+        return self.most
+
+    def init_server(self, clients):
+        w = self.model.init(self.seed)
+        of = torch.zeros(clients, dtype=torch.int64)
+        return {"models": w.repeat(self.most, 1), "of": of, "used": torch.tensor(1)}
+
+    def broadcast(self, server, ids):
+        k = server["of"][ids]
+        return Down(own={"w": server["models"][k], "k": k})
+
+    def local(self, client, down, data):
+        change = self.descend(down.own["w"], data) - down.own["w"]
+        return client, Up(mean=change, own=self.model.head.take(change), group=down.own["k"])
+
+    def aggregate(self, server, cohort):
+        models, of, used = server["models"] + cohort.mean, server["of"].clone(), int(server["used"])
+        for k in range(used):
+            here = (of[cohort.ids] == k).nonzero().flatten().tolist()
+            apart = [row for row in here if cohort.own[row] @ cohort.own[here[0]] < 0]
+            if apart and used < self.most:
+                models[used], of[cohort.ids[apart]] = models[k], used
+                used += 1
+        return {"models": models, "of": of, "used": torch.tensor(used)}
+
+    def personalise(self, client, down, data):
+        return down.own["w"]
+
+    def notes(self, server):
+        return {"cluster_sizes": server["of"].bincount(minlength=self.most)[: int(server["used"])].tolist()}
+
+
+def splitting(**changed):
+    return Splitting(toy_model(), **(SETTINGS | changed))
+
+
+@everywhere
+def test_clusters_up_to_a_maximum(engine, tmp_path):
+    agrees(splitting, engine, tmp_path, rounds=3)
+
+
+def test_clusters_grow_and_the_rest_waits():
+    federation = Federation(Sequential(Job(splitting(epochs=5), toy.disagreeing_clients(3))))
+    sizes = []
+    for _ in range(3):
+        before = federation.server
+        federation.step()
+        used = int(before["used"])
+        assert torch.equal(before["models"][used:], federation.method.init_server(9)["models"][used:])
+        sizes.append(federation.method.notes(federation.server)["cluster_sizes"])
+    assert [len(each) for each in sizes] == sorted(len(each) for each in sizes)
+    assert sizes[-1] == [3, 3, 3]
+
+
+# ---------------------------------------------------------------------- messages of every batch
+
+
+@dataclass(frozen=True)
+class Split(FedAvg):
+    """Split learning: for every sample what enters the head goes up with its label, and its gradient comes down."""
+
+    def batch_traffic(self, samples):
+        (features,) = self.model.representation
+        return {"up": samples * (features + 1), "down": samples * features}
+
+
+def split():
+    return Split(toy_model(), **SETTINGS)
+
+
+@everywhere
+def test_messages_of_every_batch(engine, tmp_path):
+    agrees(split, engine, tmp_path)
+
+
+def test_bytes_of_every_batch_and_of_stragglers_who_have_fewer():
+    def bytes_of(share, ids):
+        job = Job(split(), toy.toy_clients(SIZES), seed=5)
+        federation = Federation(Sequential(job), faults=Faults(stragglers=share))
+        federation.step(ids)
+        return federation.traffic, federation.answers
+
+    traffic, _ = bytes_of(0, [0, 1, 3])
+    samples = 2 * (11 + 7 + 3)
+    assert (traffic.up_own, traffic.down_own) == (8 * 9 * samples, 8 * 8 * samples)
+    traffic, answers = bytes_of(1, [0, 1, 3])
+    samples = sum(n * done for n, done in zip((11, 7, 3), answers.done, strict=True))
+    assert samples < 2 * 21
+    assert traffic.down_own == 8 * 8 * samples
+
+
+def test_directions_of_batches():
+    @dataclass(frozen=True)
+    class Sideways(FedAvg):
+        def batch_traffic(self, samples):
+            return {"sideways": samples}
+
+    with pytest.raises(Problem, match=r"Sideways\.batch_traffic returns 'sideways'"):
+        run(lambda: Sideways(toy_model(), **SETTINGS), rounds=1)

@@ -265,6 +265,19 @@ class Method(ABC):
         """Return how many numbers other parties sent in the round that made this `server`, such as cloud to team."""
         return {}
 
+    def batch_traffic(self, samples: int, /) -> dict[str, int]:  # noqa: ARG002
+        """Return how many numbers clients and server exchange while clients train, as in split learning.
+
+        They are counted beside `Up.own` and `Down.own`, for they are read client by client.
+
+        Args:
+            samples: training samples that the clients of an exchange went through, each as often as it has epochs.
+
+        Returns:
+            Numbers by direction, 'up' and 'down'; by default none.
+        """
+        return {}
+
     def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002
         """Return plain numbers of a `server` that are logged with every evaluation, such as cluster sizes."""
         return {}

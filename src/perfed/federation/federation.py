@@ -217,6 +217,9 @@ class Federation:
             reply: what the engine answered.
         """
         self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
+        sizes, epochs = self.clients.sizes["train"], request.done or [self.method.epochs] * len(request.ids)
+        passes = dict(zip(request.ids, epochs, strict=True))
+        self.traffic.count_batches(self.method, sum(sizes[id] * passes[id] for id in reply.ids))
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         self.known.fail([failure.id for failure in reply.failures])

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from perfed.core.errors import Problem
 from perfed.core.further import models_of
 from perfed.core.messages import Down, Uploads
 from perfed.core.method import Method
@@ -59,6 +60,20 @@ class Traffic:
             of_entries = [weight for weight in leaves(uploads.weight) if weight.dim() > 1]
             self.up_mean += int(count_bytes([uploads.mean, of_entries], sent))
             self.up_own += int(count_bytes([uploads.own], sizes))
+
+    def count_batches(self, method: Method, samples: int) -> None:
+        """Add what clients and server exchanged while clients trained.
+
+        Args:
+            method: whose `batch_traffic` says so.
+            samples: training samples that they went through, in all epochs together.
+        """
+        sent = method.batch_traffic(samples)
+        if unknown := sent.keys() - {"up", "down"}:
+            name = type(method).__name__
+            raise Problem(f"{name}.batch_traffic returns '{min(unknown)}': numbers go 'up' or 'down'")
+        self.up_own += sent.get("up", 0) * method.model.dtype.itemsize
+        self.down_own += sent.get("down", 0) * method.model.dtype.itemsize
 
 
 def _entries(mask: Tensor, models: dict[int, Model]) -> dict[int, Fraction]:
