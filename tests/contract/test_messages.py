@@ -119,7 +119,7 @@ class Curved(FedAvg):
         return 2
 
     def init_server(self, clients):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         return {"w": w, "sum": 0 * w, "by_entry": 0 * w, "rows": w.new_zeros(2, 3), "total": w.new_zeros(2)}
 
     def local(self, client, down, data):
@@ -164,7 +164,7 @@ class Bayes(FedAvg):
     """A distribution over weights: a mean and a spread, trained through samples drawn from it."""
 
     def init_server(self, clients):
-        return {"mean": self.model.init(self.seed), "rho": self.model.zeros() - 3.0}
+        return {"mean": self.model.init(self.context.seed), "rho": self.model.zeros() - 3.0}
 
     def sampled(self, carry, batch, given):
         noise = normal(derive(batch.key, 7), (self.model.width,), self.model.dtype)
@@ -208,7 +208,7 @@ class Invented(FedAvg):
 
     def init_server(self, clients):
         z = uniform(derive(3), (4, *self.model.representation), self.model.dtype)
-        return {"w": self.model.init(self.seed), "z": z}
+        return {"w": self.model.init(self.context.seed), "z": z}
 
     def invented(self, theta, batch, given):
         y = torch.arange(4) % self.model.outputs
@@ -314,7 +314,7 @@ class Generating(FedAvg):
         return nn.Sequential(nn.Linear(inputs, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, features))
 
     def init_server(self, clients):
-        return {"w": self.model.init(self.seed), "G": self.generator.init(self.seed)}
+        return {"w": self.model.init(self.context.seed), "G": self.generator.init(self.context.seed)}
 
     def generated(self, G, batch, train=False):
         eps = normal(derive(batch.key, 1), (len(batch.y), self.noise), self.model.dtype)
@@ -341,7 +341,7 @@ class Generating(FedAvg):
 
     def local(self, client, down, data):
         after = data.fold(self.step, down.shared, down.shared["G"])
-        start = self.generator.init(self.seed)  # as the server's first
+        start = self.generator.init(self.context.seed)  # as the server's first
         return client, Up(mean={name: after[name] - down.shared[name] for name in after} | {"far": after["G"] - start})
 
     def aggregate(self, server, cohort):
@@ -354,8 +354,8 @@ class Generating(FedAvg):
         return server["w"]
 
 
-def generating(dtype=torch.float64, **changed):
-    return Generating(toy_model(dtype=dtype), **SETTINGS, **changed)
+def generating():
+    return Generating(toy_model(), **SETTINGS)
 
 
 @everywhere
@@ -390,7 +390,7 @@ def test_thetas_of_two_networks_have_two_lengths():
 
 
 def test_several_runs_with_further_networks():
-    jobs = [Job(generating(seed=seed), toy.toy_clients(SIZES), seed=seed) for seed in (0, 3)]
+    jobs = [Job(generating(), toy.toy_clients(SIZES), seed=seed) for seed in (0, 3)]
     engine = Vectorised(*jobs)
     together = [Federation(engine, place) for place in range(2)]
     step(together)
@@ -427,7 +427,7 @@ class Generates(FedAvg):
         return nn.Linear(3, self.model.outputs)
 
     def init_server(self, clients):
-        return {"w": self.model.init(self.seed), "G": self.generator.init(self.seed)}
+        return {"w": self.model.init(self.context.seed), "G": self.generator.init(self.context.seed)}
 
     def local(self, client, down, data):
         return client, Up(mean=self.descend(down.shared["w"], data) - down.shared["w"])
@@ -603,7 +603,7 @@ class Splitting(FedAvg):
         return self.most
 
     def init_server(self, clients):
-        w = self.model.init(self.seed)
+        w = self.model.init(self.context.seed)
         of = torch.zeros(clients, dtype=torch.int64)
         return {"models": w.repeat(self.most, 1), "of": of, "used": torch.tensor(1)}
 

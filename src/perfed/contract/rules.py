@@ -356,7 +356,7 @@ def check_frozen(entry: Entry) -> None:
         for name, theta in thetas.items():
             assert any(difference(theta[still], start) <= CLOSE for start in starts), (
                 f"'{name}' has other values where the network is frozen: parts leave frozen parameters out, so a theta "
-                "is put together on `self.model.init(self.seed)`, not on zeros"
+                "is put together on `self.model.init(self.context.seed)`, not on zeros"
             )
 
 

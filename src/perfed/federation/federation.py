@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perfed.core.data import Plan
 from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.messages import Cohort, Down, Uploads, is_single
 from perfed.core.method import Method, State
@@ -217,9 +218,7 @@ class Federation:
             reply: what the engine answered.
         """
         self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
-        sizes, epochs = self.clients.sizes["train"], request.done or [self.method.epochs] * len(request.ids)
-        passes = dict(zip(request.ids, epochs, strict=True))
-        self.traffic.count_batches(self.method, sum(sizes[id] * passes[id] for id in reply.ids))
+        self.traffic.count_batches(self.method, self._samples(request, reply))
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         self.known.fail([failure.id for failure in reply.failures])
@@ -227,6 +226,14 @@ class Federation:
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
         use = self._use_unread if self._leaves_unread(uploads) else self._use
         use(self._now(request.exchange, request.phase), reply, uploads, verdict, needed)
+
+    def _samples(self, request: Request, reply: Reply) -> int:
+        """Return how many training samples the clients that delivered something went through, in all epochs."""
+        sizes, method = self.clients.sizes["train"], self.method
+        plan = Plan(method.batch_size, None if request.steps else method.epochs, request.steps)
+        done = dict(zip(request.ids, request.done or [method.epochs] * len(request.ids), strict=True))
+        mine = {id: plan.shortened(done[id], method.epochs) for id in reply.ids}
+        return sum(own.samples(sizes[id], own.total(sizes[id])) for id, own in mine.items())
 
     def _received(self, uploads: Uploads) -> Uploads:
         """Return uploads after the server half of what happens to them on their way."""
