@@ -348,10 +348,11 @@ def check_statistics(entry: Entry) -> None:
 
 def check_frozen(entry: Entry) -> None:
     """Check that parameters which the network has frozen stay what they are, in every model of every client."""
-    method = maker(entry, networks(entry)[0], frozen)()
-    model, outcome = method.model, reference(method)
-    still = model.everything.mask & ~model.moving.mask
-    starts = [model.init(seed)[still] for seed in range(getattr(method, method.starts) if method.starts else 1)]
+    engine = trained(maker(entry, networks(entry)[0], frozen)())
+    method, model, outcome = engine.method, engine.method.model, play(engine)
+    still, count = model.everything.mask & ~model.moving.mask, getattr(method, method.starts) if method.starts else 1
+    seed = method.context.seed
+    starts = [model.init(each)[still] for each in (seed, *(seed * count + k for k in range(count)))]
     for thetas in outcome.models.values():
         for name, theta in thetas.items():
             assert any(difference(theta[still], start) <= CLOSE for start in starts), (
