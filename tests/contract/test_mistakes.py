@@ -41,6 +41,7 @@ RUNS, KEEPS, PURE, SAME, FORM = runner.RUNS, runner.KEEPS, runner.PURE, runner.S
 EVALUATES, FILLING, LEARNS = runner.EVALUATES, runner.FILLING, runner.LEARNS
 TEST, PLACE = "test samples change nothing", "a tensor is in one compartment"
 STATISTICS = "BatchNorm statistics move, and stay what they can be"
+FROZEN = "what is frozen stays so"
 VECTORISED, SETTINGS = "vectorised equals sequential, plain network", "every hyper-parameter matters"
 
 MISTAKES = {
@@ -55,6 +56,15 @@ MISTAKES = {
         """,
         RUNS,
         r"planted.py, line 23: TypeError: a step must be a method of the class.*`given`",
+    ),
+    "a theta put together on zeros": (
+        "FedAvg",
+        """
+        def personalise(self, client, down, data):
+            return self.model.moving.only(down.shared)
+        """,
+        FROZEN,
+        r"'personal' has other values where the network is frozen",
     ),
     "a tensor fixed in a step": (
         "FedAvg",

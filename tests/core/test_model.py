@@ -10,8 +10,9 @@ from conftest import norm_net, plain_net
 from torch import nn
 from torch.func import vmap
 
+from perfed.accel.fast_model import FastModel
 from perfed.core.errors import Problem
-from perfed.core.model import ALIGN, Batch, Model
+from perfed.core.model import ALIGN, Batch, Model, average
 from perfed.core.random import derive
 from perfed.methods.fedavg import FedAvg
 
@@ -207,6 +208,72 @@ def test_network_is_left_as_it_was():
     assert all(torch.equal(t, before[name]) for name, t in model._net.state_dict().items())
     assert all(p.is_leaf for p in model._net.parameters())
     assert not model._net.get_submodule("4")._forward_pre_hooks
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_outputs_are_a_function_of_features(fast):
+    model = Model(norm_net, dtype=D, head="4")
+    model = FastModel(model) if fast else model
+    theta, b = model.init(5), batch()
+    out, z, _ = model.features(theta, b)
+    assert torch.equal(model.classify(theta, z), out)
+    assert (model.inputs, model.representation, model.outputs) == ((6,), (8,), 3)
+    net = model.module(theta)
+    net[4](z).square().sum().backward()
+    g, for_z = torch.func.grad(lambda theta, z: model.classify(theta, z).square().sum(), (0, 1))(theta, z)
+    torch.testing.assert_close(model.head.take(g), torch.cat([p.grad.flatten() for p in net[4].parameters()]))
+    assert not model.body.take(g).any()
+    torch.testing.assert_close(for_z, 2 * out @ net[4].weight)
+    thetas = torch.stack([theta, model.init(6)])
+    many = vmap(model.classify)(thetas, torch.stack([z, 2 * z]))
+    torch.testing.assert_close(many[1], model.classify(thetas[1], 2 * z))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_network_that_goes_on_after_its_head_has_no_outputs_from_features(fast):
+    class Goes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.head(x) / 2
+
+    twice = nn.Linear(6, 6)
+    for build, name in ((Goes, "head"), (lambda: nn.Sequential(twice, nn.ReLU(), twice), "0")):
+        model = Model(build, dtype=D)
+        model = FastModel(model) if fast else model
+        _, z, _ = model.features(model.init(0), batch())
+        with pytest.raises(Problem, match=f"the network does not end with its head '{name}'"):
+            model.classify(model.init(0), z)
+
+
+def test_what_is_known_once_samples_are():
+    model = Model(norm_net, dtype=D)
+    with pytest.raises(Problem, match="from `init_server` on"):
+        model.outputs  # noqa: B018
+    assert model.taking((6,)).outputs == 3
+    assert model.inputs is None
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_gradients_of_samples(fast):
+    model = Model(norm_net, dtype=D, class_weights=[1.0, 2.0, 3.0])
+    model = FastModel(model) if fast else model
+    theta, b = model.init(5), batch()
+    each = model.grads(theta, b)
+    for row, (x, y) in zip(each, zip(b.x, b.y, strict=True), strict=True):
+        alone = model.grad(theta, Batch(x[None], y[None], None, b.key), train=False)[0]
+        torch.testing.assert_close(row, alone)
+    thetas = torch.stack([theta, model.init(6)])
+    many = vmap(lambda theta: model.grads(theta, b))(thetas)
+    torch.testing.assert_close(many[1], model.grads(thetas[1], b))
+
+
+def test_averages_of_tensors():
+    each, weight = torch.randn(4, 2, 3), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    torch.testing.assert_close(average(each, None), each.mean(0))
+    torch.testing.assert_close(average(each, weight), each[:3].mean(0))
 
 
 def test_what_cannot_be_a_model():

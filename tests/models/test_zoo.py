@@ -6,14 +6,19 @@ import pytest
 import torch
 from zoo import EVEN, ORDER, SETTINGS, WILD, ZOO, clients, expected
 
+from perfed.accel.fast_model import FastModel
 from perfed.contract import checks
+from perfed.contract.toy import toy_clients
 from perfed.core.errors import Problem
-from perfed.core.model import Model
+from perfed.core.model import Batch, Model
+from perfed.core.random import derive
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
+from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
+from perfed.methods.fedper import FedPer
 from perfed.models.trial import refuse_other_gradients, refuse_unfit, unbatchable
 
 # Interpreted kernels and long records are slow: of these networks every kind is recorded in the default suite.
@@ -49,6 +54,17 @@ def test_one_after_another_equals_a_plain_loop(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_all_at_once_equals_one_after_another(name):
     check(ZOO[name], clients(ZOO[name].shape), Vectorised)
+
+
+@NESTED
+@pytest.mark.parametrize("name", ZOO)
+def test_outputs_from_features_and_gradients_of_samples(name):
+    data, plain = clients(ZOO[name].shape), Model(ZOO[name].build, dtype=torch.float64)
+    for model in (plain, FastModel(plain)):
+        theta, batch = model.init(1), Batch(data.train.x[:3].double(), data.train.y[:3], None, derive(0))
+        out, z, _ = model.features(theta, batch)
+        assert torch.equal(model.classify(theta, z), out)
+        assert checks.difference(model.grads(theta, batch).mean(0), model.grad(theta, batch, train=False)[0]) < 1e-12
 
 
 @NESTED
@@ -170,3 +186,54 @@ def test_autocast_is_not_lost():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.equal(engine.method.model.apply(theta, x)[0], model.module(theta)(x))
+
+
+@pytest.mark.parametrize("name", ["frozen", "frozen-by-flags"])
+def test_a_frozen_backbone_is_neither_sent_nor_counted(name):
+    animal = ZOO[name]
+    data, model = clients(animal.shape), Model(animal.build, dtype=torch.float64)
+    assert len(model.moving) == len(model.head) == 4 * 4 + 4
+    assert not len(model.body)
+    assert len(model.everything) == model.size > 200
+    for method in (FedAvg(model, **SETTINGS), FedPer(model, personal="none", **SETTINGS)):
+        federation = Federation(Sequential(Job(method, data)))
+        federation.step()
+        assert federation.traffic.up == federation.traffic.down == len(data) * 20 * 8
+    kept = Federation(Sequential(Job(FedPer(model, **SETTINGS), data)))
+    kept.step()
+    assert kept.traffic.up == kept.traffic.down == 0
+    (theta,) = kept.engine.method.models(kept.engine.states[0][0], kept.show([0]), None).values()
+    assert torch.equal(model.everything.take(theta)[:-20], model.init(0)[: model.size - 20])
+
+
+def test_statistics_that_a_network_does_not_measure_are_frozen():
+    class Still(torch.nn.Module):
+        """A backbone in evaluation mode, whatever the rest is in."""
+
+        def __init__(self):
+            super().__init__()
+            self.backbone = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5))
+            self.norm, self.head = torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 3)
+            self.backbone.requires_grad_(False)
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.backbone.eval()
+            return self
+
+        def forward(self, x):
+            return self.head(self.norm(self.backbone(x)))
+
+    model = Model(Still, dtype=torch.float64)
+    assert len(model.moving) == 4 * 5 + 18  # its own BatchNorm, which has statistics, and the head
+    assert len(model.norm) == 20
+    data = toy_clients()
+    server = run_rounds(FedAvg(model, epochs=1), data)
+    moved = server != model.init(0)
+    assert torch.equal(moved, model.moving.mask)
+
+
+def run_rounds(method, data):
+    federation = Federation(Sequential(Job(method, data)))
+    federation.step()
+    return federation.server

@@ -40,7 +40,7 @@ def test_states_are_as_large_as_said(run, name):
     model = Model(run.network)
     kept = [leaf for leaf in leaves(run.folder.method(name).server()) if isinstance(leaf, torch.Tensor)]
     assert measures.memory(run.config, run.entries[name], run.about)["server_state"] == count_bytes(
-        kept, model.width, model.size
+        kept, {model.width: model.size}
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from perfed.accel import cpu_backward, fused_layers
 from perfed.core.functions import plain_draw
 from perfed.core.layers import Drop
-from perfed.core.model import Batch, Loss, Model
+from perfed.core.model import Batch, Loss, Model, _Head
 
 Slot = tuple[dict[str, Any], str, Tensor]  # a module's dictionary, a key of it, and the network's own tensor there
 
@@ -54,6 +54,8 @@ class FastModel(Model):
         self._watchers: list[list[Tensor]] = []  # where `features` wants to have what enters the head
         for net in self._nets.values():
             net.get_submodule(self.head_name).register_forward_pre_hook(self._watch)
+        self._nets["head"] = head = _Head(self._nets["eval"], self.head_name)
+        self._drops["head"], self._slots["head"] = self._drops["eval"], _find_slots(head)
 
     @classmethod
     def of(cls, model: Model, kernels: bool = False) -> Model:
@@ -61,9 +63,9 @@ class FastModel(Model):
         plain = model.plain if isinstance(model, FastModel) else model
         return cls(plain, kernels) if type(plain) is Model else plain
 
-    def like(self, build: Callable[[], nn.Module]) -> FastModel:
+    def like(self, build: Callable[[], nn.Module], apart: Collection[int] = ()) -> FastModel:
         """Return a model with the same kernels for another network, which runs as it is written."""
-        return FastModel(self.plain.like(build), kernels=self._cohort_layers is not None, fused=False)
+        return FastModel(self.plain.like(build, apart), kernels=self._cohort_layers is not None, fused=False)
 
     def _network(self, mode: str) -> nn.Module:
         for drop in self._drops[mode]:
@@ -91,6 +93,7 @@ class FastModel(Model):
             out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         finally:
             self._watchers.pop()
+        self._take(batch)
         return out, seen[0].flatten(1), theta
 
     def _watch(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:

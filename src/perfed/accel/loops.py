@@ -30,7 +30,7 @@ MANY = 8  # steps to a graph, where that pays: to begin one takes microseconds, 
 WORTH = 512  # steps of a number of rows after which it pays
 SMALL = 1 << 20  # numbers in the carry of a step that is small
 
-Body = Callable[..., tuple[Tensor, ...]]  # (x, y, weight, key) for each draw, then carry, then given -> carry
+Body = Callable[..., tuple[Tensor, ...]]  # (x, y, weight, key, index) for each draw, then carry, then given -> carry
 
 
 class Again(NamedTuple):
@@ -75,7 +75,7 @@ class Loop:
         """
         self.pool, self.clients, self.split, self.dtype = pool, clients, split, dtype
         self.keyed, self.weighted, self.body = keyed, weighted, body
-        self.draws = False  # whether a step reads its keys, known once it is traced
+        self.draws = self.looks_up = False  # whether a step reads its keys and its samples' index, known once traced
         room = lambda t, b: torch.empty((rows, *t.shape[1:]) if b else t.shape, dtype=t.dtype, device=t.device)
         places = [room(t, b) for t, b in zip(inside, batched, strict=True)]
         self.carry, self.given, self.batched = places[:carried], places[carried:], batched[carried:]
@@ -120,7 +120,7 @@ class Loop:
     def rows(self) -> int:
         return len(self.start)
 
-    def _batch(self, table: Tensor, key: Tensor, moves: Tensor | None, width: int) -> list[Tensor]:
+    def _batch(self, table: Tensor, key: Tensor, moves: Tensor | None, width: int, looks_up: bool) -> list[Tensor]:
         clients, source = self.clients, self.clients.split(self.split)
         images = source.x.dtype == torch.uint8 and source.x.dim() == 4 and source.x.shape[1] <= 4
         if images and source.x.is_contiguous() and self.dtype == torch.float32:
@@ -135,11 +135,13 @@ class Loop:
             x = clients.ready(x, self.dtype).unflatten(0, sample.shape)
             y, weight = source.y[sample], (index >= 0).to(self.dtype)
         keys = step_keys(key[:width], self.counter) if self.keyed and self.draws else key[:width]
-        return [x, y, weight, keys] if self.weighted else [x, y, keys]
+        # What no step reads is not made.
+        numbers = table[:width].index_select(1, self.counter)[:, 0].clamp_min(0) if looks_up else table[:width, 0]
+        return [x, y, weight, keys, numbers] if self.weighted else [x, y, keys, numbers]
 
-    def _inputs(self, width: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _inputs(self, width: int, looks_up: bool) -> tuple[list[Tensor], list[Tensor]]:
         draws = zip_longest(self.tables, self.keys, self.moves)
-        samples = [tensor for draw in draws for tensor in self._batch(*draw, width)]
+        samples = [tensor for draw in draws for tensor in self._batch(*draw, width, looks_up)]
         given = [g[:width] if b else g for g, b in zip(self.given, self.batched, strict=True)]
         return samples, given
 
@@ -151,13 +153,14 @@ class Loop:
         return self._traced(width) if graph is None else graph
 
     def _traced(self, width: int) -> fx.Graph:
-        samples, given = self._inputs(width)
+        samples, given = self._inputs(width, looks_up=True)
         carry = [c[:width] for c in self.carry]
         graph = record(self._ordered, *carry, *samples, *given)
         holders = graph.find_nodes(op="placeholder")
-        each = 4 if self.weighted else 3  # of the tensors of a draw, the last one is its keys
-        for draw in range(len(self.keys)):
-            self.draws |= bool(holders[len(carry) + each * (draw + 1) - 1].users)
+        each = 5 if self.weighted else 4  # of the tensors of a draw, the last two are its keys and its samples' index
+        for end in range(len(carry) + each, len(carry) + each * len(self.keys) + 1, each):
+            self.draws |= bool(holders[end - 2].users)
+            self.looks_up |= bool(holders[end - 1].users)
         (results,) = next(n for n in graph.nodes if n.op == "output").args
         after = [r.meta["val"] for r in results]
         refuse_other_form(form(carry), [(kind.shape, kind.dtype) for kind in after])
@@ -178,7 +181,7 @@ class Loop:
         program = self.programs[width]
 
         def once(carry: list[Tensor]) -> None:
-            samples, given = self._inputs(width)
+            samples, given = self._inputs(width, self.looks_up)
             program(*carry, *samples, *given, into=carry)
 
         carry = [c[:width] for c in self.carry]

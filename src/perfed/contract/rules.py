@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from perfed.contract.checks import CLOSE, Outcome, difference, play, reference
-from perfed.contract.toy import COHORTS, SIZES, MakeMethod, job, maker, networks, toy_clients
+from perfed.contract.toy import COHORTS, SIZES, MakeMethod, frozen, job, maker, networks, toy_clients
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Plan
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates
-from perfed.core.messages import Cohort, Down
+from perfed.core.messages import Cohort, Down, is_single
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.tree import leaves, tree_map
@@ -211,10 +211,11 @@ class Filled(ClientData):
 
 
 def _filled(batch: Batch) -> Batch:
-    x, y = (torch.cat([each, each[:1].expand(FILLING, *each.shape[1:])]) for each in (batch.x, batch.y))
+    fill = lambda each: torch.cat([each, each[:1].expand(FILLING, *each.shape[1:])])
+    x, y, index = fill(batch.x), fill(batch.y), None if batch.index is None else fill(batch.index)
     weight = torch.ones(len(x), dtype=x.dtype)
     weight[-FILLING:] = 0
-    return Batch(x, y, weight, batch.key)
+    return Batch(x, y, weight, batch.key, index)
 
 
 def check_filling(entry: Entry) -> None:
@@ -290,7 +291,8 @@ class _Exchange:
             return False
         cohort = reduce.mean(up, method.groups, federation.engine.weighted_sum)
         new = method.aggregate(self.server, cohort)
-        for weight in (up.weight, torch.ones_like(up.weight)):
+        alike = torch.ones_like(up.ids)
+        for weight in (up.weight, alike) if is_single(up.weight) else (alike,):
             share = weight.double() / weight.sum()
 
             def mean(rows: Tensor, share: Tensor = share) -> Tensor:
@@ -342,6 +344,21 @@ def check_statistics(entry: Entry) -> None:
                     "or a step size at the server is for weights, `self.model.weights.only(change)`; running "
                     "statistics take the plain mean"
                 )
+
+
+def check_frozen(entry: Entry) -> None:
+    """Check that parameters which the network has frozen stay what they are, in every model of every client."""
+    engine = trained(maker(entry, networks(entry)[0], frozen)())
+    method, model, outcome = engine.method, engine.method.model, play(engine)
+    still, count = model.everything.mask & ~model.moving.mask, getattr(method, method.starts) if method.starts else 1
+    seed = method.context.seed
+    starts = [model.init(each)[still] for each in (seed, *(seed * count + k for k in range(count)))]
+    for thetas in outcome.models.values():
+        for name, theta in thetas.items():
+            assert any(difference(theta[still], start) <= CLOSE for start in starts), (
+                f"'{name}' has other values where the network is frozen: parts leave frozen parameters out, so a theta "
+                "is put together on `self.model.init(self.context.seed)`, not on zeros"
+            )
 
 
 def _check_moved(make: MakeMethod) -> None:

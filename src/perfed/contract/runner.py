@@ -50,6 +50,7 @@ RULES = (
     Check("a tensor is in one compartment", rules.check_compartments, (SAME,)),
     Check(EVALUATES, rules.check_evaluates, (SAME,)),
     Check("BatchNorm statistics move, and stay what they can be", rules.check_statistics, (SAME,)),
+    Check("what is frozen stays so", rules.check_frozen, (SAME,)),
 )
 FOLLOWS = (
     Check("state survives saving and loading", checks.check_saved),

@@ -44,6 +44,17 @@ def conv_net() -> nn.Module:
     )
 
 
+def frozen(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """Return what builds a network with its first parameter frozen, as a backbone's is."""
+
+    def frozen_net() -> nn.Module:
+        net = build()
+        next(net.parameters()).requires_grad_(False)
+        return net
+
+    return frozen_net
+
+
 NETWORKS = {"plain": plain_net, "norm": norm_net, "conv": conv_net}
 
 
@@ -117,18 +128,19 @@ def networks(entry: Entry) -> list[str]:
     return suited or list(NETWORKS)  # refused everywhere: the checks then say why
 
 
-def maker(entry: Entry, network: str = "plain") -> MakeMethod:
+def maker(entry: Entry, network: str = "plain", change: Callable[[Any], Any] = lambda build: build) -> MakeMethod:
     """Return a function that makes instances of a method, with settings under which everything is in use.
 
     Args:
         entry: the method.
         network: plain, norm or conv; where the method refuses it, another one.
+        change: makes another network of what builds this one.
 
     Returns:
         A function that takes settings to change by name, and returns an instance.
     """
     kind, suited = entry.load(), networks(entry)
-    model = Model(NETWORKS[network if network in suited else suited[0]], dtype=torch.float64)
+    model = Model(change(NETWORKS[network if network in suited else suited[0]]), dtype=torch.float64)
     base: dict[str, Any] = SETTINGS | ({kind.warms_up: 1} if kind.warms_up else {})  # the toy has only a few rounds
     try:
         kind(model, **base)

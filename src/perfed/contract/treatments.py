@@ -19,7 +19,7 @@ from perfed.contract.runner import Check, Verdict, carried_out
 from perfed.contract.toy import job, maker, toy_clients
 from perfed.core.messages import Up, Uploads
 from perfed.core.random import derive
-from perfed.core.tree import leaves, stack
+from perfed.core.tree import leaves, stack, tree_map
 from perfed.engines.base import kind_of
 from perfed.engines.forms import fault, kinds
 from perfed.engines.local import Sequential
@@ -33,6 +33,8 @@ UPLOADS = {  # what methods send -> the upload of a client, from numbers of its 
     "nothing": lambda numbers: Up(),  # noqa: ARG005
     "rows of whole numbers": lambda numbers: Up(own={"n": (100 * numbers).long(), "yes": numbers > 0}),
     "a weight": lambda numbers: Up(mean=numbers, weight=numbers[0].abs()),
+    "weights of tensors": lambda numbers: Up(mean=(numbers, numbers[:2]), weight=(numbers.abs(), numbers[0].abs())),
+    "a mask": lambda numbers: Up(mean=numbers, mask=numbers > -1.0),
     "a group": lambda numbers: Up(mean=numbers, group=(numbers[0] > 0).long()),
 }
 SENDERS = ("fedavg", "local", "scaffold", "fedfomo", "pgfed", "ifca")  # methods that send these
@@ -56,7 +58,7 @@ def keys() -> Tensor:
 
 def parts(up: Any) -> dict[str, Any]:
     """Return the tensors of an upload, or of rows of uploads, by their compartments; the weight where there is one."""
-    named = {"mean": up.mean, "own": up.own, "weight": up.weight, "group": up.group}
+    named = {"mean": up.mean, "own": up.own, "weight": up.weight, "group": up.group, "mask": up.mask}
     return {name: part for name, part in named.items() if part is not None}
 
 
@@ -71,10 +73,13 @@ def travelling(wire: Transform, ups: list[Up]) -> list[Up]:
 
 def received(ups: list[Up]) -> Uploads:
     """Return uploads as rows, as they reach the server."""
-    weight = [torch.as_tensor(1.0 if up.weight is None else up.weight).double() for up in ups]
-    group = None if ups[0].group is None else stack([up.group for up in ups])
+    weight = stack([tree_map(torch.as_tensor, 1.0 if up.weight is None else up.weight) for up in ups])
+    group, mask = (
+        None if getattr(ups[0], part) is None else stack([getattr(up, part) for up in ups])
+        for part in ("group", "mask")
+    )
     own, mean = stack([up.own for up in ups]), stack([up.mean for up in ups])
-    return Uploads(torch.arange(len(ups)), mean, own, torch.stack(weight), group)
+    return Uploads(torch.arange(len(ups)), mean, own, weight, group, mask)
 
 
 def check_client(wire: Transform) -> None:
@@ -86,7 +91,9 @@ def check_client(wire: Transform) -> None:
         for before, after in zip(sent(title, torch.float64), ups, strict=True):
             weights = before.weight is None or after.weight is not None
             assert weights, f"{title}: client drops the weight that a method gave"
-            assert (before.group is None) == (after.group is None), f"{title}: client drops the group, or makes one up"
+            for part in ("group", "mask"):
+                same = (getattr(before, part) is None) == (getattr(after, part) is None)
+                assert same, f"{title}: client drops the {part}, or makes one up"
 
 
 def check_server(wire: Transform) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from perfed.core.context import HIDDEN
+from perfed.core.errors import Problem
 from perfed.core.random import derive, mix
 from perfed.core.tree import leaves, tree_map
 
@@ -117,18 +118,21 @@ class Data(ABC):
             raise TypeError("carry and given hold tensors only; constants are fields of the method")
         return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream))
 
-    def mean(self, fn: Callable[..., Any], given: Any = (), split: str = "train") -> Any:
+    def mean(self, fn: Callable[..., Any], given: Any = (), split: str = "train", *, chunk: int | None = None) -> Any:
         """Return an exact mean over all samples of a split.
 
         Args:
             fn: a method of the class; `fn(batch, given)` returns a tree of means over its batch.
             given: a tree of tensors that `fn` reads.
             split: 'train', 'val' or 'test'.
+            chunk: most samples of a client in one batch, where `fn` takes much memory for each; None: some hundred.
 
         Returns:
             A tree as `fn` returns; NaN where the split is empty.
         """
-        return self._mean(without_context(fn), given, split)
+        if chunk is not None and chunk < 1:
+            raise Problem(f"chunk is the number of samples that are looked at together, at least 1, not {chunk}")
+        return self._mean(without_context(fn), given, split, chunk)
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
         """Return the number of steps that a fold of so many `epochs` or `steps` takes for this client, as a tensor."""
@@ -151,7 +155,7 @@ class Data(ABC):
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any: ...
 
     @abstractmethod
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any: ...
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any: ...
 
 
 def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:

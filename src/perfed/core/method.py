@@ -221,7 +221,7 @@ class Method(ABC):
     def newcomer(self, server: State, /) -> Down:
         """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""
         down = self.broadcast(server, torch.arange(0))
-        if leaves(down.own):
+        if leaves(down.own) or down.mask is not None:
             name = type(self).__name__
             raise Problem(f"{name} keeps something for each client it knows, so it has nothing to send to a new one")
         return down
@@ -274,6 +274,19 @@ class Method(ABC):
 
     def extra_traffic(self, server: State, /) -> dict[str, int]:  # noqa: ARG002
         """Return how many numbers other parties sent in the round that made this `server`, such as cloud to team."""
+        return {}
+
+    def batch_traffic(self, samples: int, /) -> dict[str, int]:  # noqa: ARG002
+        """Return how many numbers clients and server exchange while clients train, as in split learning.
+
+        They are counted beside `Up.own` and `Down.own`, for they are read client by client.
+
+        Args:
+            samples: training samples that the clients of an exchange went through, each as often as it has epochs.
+
+        Returns:
+            Numbers by direction, 'up' and 'down'; by default none.
+        """
         return {}
 
     def notes(self, server: State, /) -> dict[str, Any]:  # noqa: ARG002

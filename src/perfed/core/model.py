@@ -6,23 +6,25 @@ four numbers (rows of a cohort then stay aligned in memory). Padding is in no pa
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.func import functional_call
+from torch.func import functional_call, vmap
 from torch.func import grad as functional_grad
 
 from perfed.core.errors import Problem
 from perfed.core.functions import Alike, plain_draw
 from perfed.core.layers import Drop, Norm, swap
+from perfed.core.tree import outside_transformations
 
 ALIGN = 4
 Loss = Callable[[Tensor, "Batch", bool], tuple[Tensor, Tensor]]  # (theta, batch, train) -> (value, theta)
@@ -36,16 +38,21 @@ class Batch(NamedTuple):
         y: labels [samples].
         weight: [samples], 0 for filling; None where every sample counts.
         key: what the random numbers of this step are drawn from.
+        index: [samples], each one's number within the client's split, to look up what is known of it; filling has that
+            of the first sample, as in x. None where a batch holds samples of several clients.
     """
 
     x: Tensor
     y: Tensor
     weight: Tensor | None
     key: Tensor
+    index: Tensor | None = None  # pyright: ignore[reportIncompatibleMethodOverride] (nobody searches a batch)
 
 
 def average(each: Tensor, weight: Tensor | None) -> Tensor:
-    """Return the mean of one number per sample, over the samples that count."""
+    """Return the mean over the samples that count, of a number or a tensor for each: [samples, ...]."""
+    if each.dim() > 1:
+        return each.mean(0) if weight is None else torch.tensordot(weight, each, 1) / weight.sum()
     return each.mean() if weight is None else (each * weight).sum() / weight.sum()
 
 
@@ -84,18 +91,33 @@ class Part:
         return torch.where(self.mask, theta, other)
 
 
+class _Head(nn.Module):
+    """Run the head of a network alone."""
+
+    def __init__(self, net: nn.Module, name: str):
+        super().__init__()
+        self.net, self.name = net, name
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.net.get_submodule(self.name)(z)
+
+
 class Model:
     """Turn a network into pure functions of theta.
 
     Attributes:
-        P, Q, size, width: number of parameters, of float buffers, of both together, and length of theta.
+        P, Q, size, sent, width: number of parameters, of float buffers, of both together, of those that training can
+            change, and length of theta.
         shapes: name and shape of every tensor in theta, in order.
-        head, body, norm, weights, everything: parts of theta: the classifier, all else, the normalising layers, what
-            is learned (no buffers, no frozen parameters), and all but the padding.
+        moving, head, body, norm, weights, everything: parts of theta: what training can change, and of that the
+            classifier, all else, the normalising layers, and what is learned (no buffers); and all but the padding.
         layers: names of the modules that own parameters, in order.
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
         class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
+        inputs: shape of a sample; engines say it, and `features` where nobody has.
     """
+
+    inputs: tuple[int, ...] | None = None
 
     def __init__(
         self,
@@ -105,6 +127,7 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         class_weights: Sequence[float] | None = None,
+        apart: Collection[int] = (),
     ):
         """Make a model.
 
@@ -114,6 +137,7 @@ class Model:
             dtype: type of theta.
             device: where theta is.
             class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
+            apart: lengths that theta must not have, for they are those of other models.
         """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
@@ -129,6 +153,7 @@ class Model:
         # Whether `Alike` changes what it does, by mode and for many at once; and whether it draws: once it has run.
         self._calls: dict[tuple[str, bool], bool] = {}
         self._drew: dict[str, bool] = {}
+        self._seen: _Seen | None = None
 
         params = {name: p.shape for name, p in net.named_parameters()}
         kept = net.state_dict()  # buffers that are not saved, such as tables of positions, are constants
@@ -141,13 +166,19 @@ class Model:
         self.Q = sum(math.prod(s) for s in buffers.values())
         self.size = self.P + self.Q
         self.width = -(-self.size // ALIGN) * ALIGN
+        while self.width in apart:
+            self.width += ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]
         self._inits: dict[int, Tensor] = {}
         self._parts: dict[str, Part] = {}
         self.frozen = bool(frozen)
-        self._name_parts(net, head, frozen)
+        net.train()  # a network may keep layers as they are in an evaluation
+        still = [name for name in buffers if not net.get_submodule(name.rpartition(".")[0]).training]
+        self._name_parts(net, head, frozen, still)
+        self.sent = len(self.moving)
+        self._head = _Head(net, self.head_name)
 
-    def _name_parts(self, net: nn.Module, head: str, frozen: list[str]) -> None:
+    def _name_parts(self, net: nn.Module, head: str, frozen: list[str], still: list[str]) -> None:
         owner = [name.rpartition(".")[0] for name in self.shapes]
         owners = list(dict.fromkeys(owner[: len(self.shapes) - len(self._buffers)]))
         self.layers = owners
@@ -156,16 +187,20 @@ class Model:
         self.head_name = head = head or owners[-1]
         modules = dict(net.named_modules())
         norms = Norm | nn.GroupNorm | nn.LayerNorm | nn.modules.instancenorm._InstanceNorm
+        self.everything = Part(self._mask([True] * len(owner)))
+        self.moving = Part(self._mask([name not in (*frozen, *still) for name in self.shapes]))
         self.head = self._part([o == head or o.startswith(head + ".") for o in owner])
         self.body = self._part([not (o == head or o.startswith(head + ".")) for o in owner])
         self.norm = self._part([isinstance(modules[o], norms) for o in owner])
-        self.weights = self._part([name not in (*self._buffers, *frozen) for name in self.shapes])
-        self.everything = self._part([True] * len(owner))
+        self.weights = self._part([name not in self._buffers for name in self.shapes])
         index = torch.tensor([owners.index(o) if o in owners else -1 for o in owner] + [-1])
         self.layer = torch.repeat_interleave(index, torch.tensor(self._sizes)).to(self.device)
 
+    def _mask(self, flags: list[bool]) -> Tensor:
+        return torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device)
+
     def _part(self, flags: list[bool]) -> Part:
-        return Part(torch.repeat_interleave(torch.tensor([*flags, False]), torch.tensor(self._sizes)).to(self.device))
+        return Part(self._mask(flags) & self.moving.mask)
 
     @property
     def fixed(self) -> bool:
@@ -188,7 +223,7 @@ class Model:
         return bool(self._drew)
 
     def part(self, pattern: str) -> Part:
-        """Select entries of theta by name.
+        """Select entries of theta by name, but for those that never change: frozen parameters, which everybody has.
 
         Args:
             pattern: 'head', 'body', 'norm', 'none', or a pattern over names of tensors and modules ('conv*', '*.bias');
@@ -205,7 +240,7 @@ class Model:
 
     def _match(self, pattern: str) -> Part:
         if pattern.startswith("!"):
-            return Part(self.everything.mask & ~self.part(pattern[1:]).mask)
+            return Part(self.moving.mask & ~self.part(pattern[1:]).mask)
         if pattern == "none":
             return self._part([False] * len(self.shapes))
         flags = [fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n.rpartition(".")[0], pattern) for n in self.shapes]
@@ -213,10 +248,15 @@ class Model:
             raise Problem(f"no parameter matches '{pattern}'; the model has: {', '.join(self.shapes)}")
         return self._part(flags)
 
-    def like(self, build: Callable[[], nn.Module]) -> Model:
-        """Return a model of this kind for another network, which runs as it is written."""
+    def like(self, build: Callable[[], nn.Module], apart: Collection[int] = ()) -> Model:
+        """Return a model of this kind for another network, which runs as it is written.
+
+        Args:
+            build: makes the network.
+            apart: as for a new model.
+        """
         weights = None if self.class_weights is None else self.class_weights.tolist()
-        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights)
+        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights, apart=apart)
 
     # ------------------------------------------------------------------ from and to ordinary modules
 
@@ -228,7 +268,8 @@ class Model:
     def init(self, seed: int) -> Tensor:
         """Return theta of a network freshly built from `seed`; equal seeds give equal numbers."""
         if seed not in self._inits:
-            self._inits[seed] = self.flat(self._fresh(seed).state_dict())
+            with outside_transformations():  # it may be a client's, under vmap, that asks first
+                self._inits[seed] = self.flat(self._fresh(seed).state_dict())
         return self._inits[seed].clone()
 
     def zeros(self) -> Tensor:
@@ -284,10 +325,7 @@ class Model:
             The network's output, and theta with fresh statistics (unchanged in eval mode).
         """
         mode = "eval" if not train else "train" if weight is None else "weighted"
-        pieces = theta.split(self._sizes)
-        parts = {n: p.reshape(shape) for (n, shape), p in zip(self.shapes.items(), pieces, strict=False)}
-        for name in self._buffers:
-            parts[name] = parts[name].detach()  # statistics are measured, not learned
+        parts = self._tensors(theta)
         if train:
             for name in self._buffers:
                 # Updated in place below, so a copy; adding a zero of x makes it a row per client where x has rows.
@@ -301,20 +339,28 @@ class Model:
         out = self._run(mode, parts, x, options, key)
         if train and self.Q:
             fresh = [parts[name].reshape(-1) for name in self._buffers]
-            theta = torch.cat([theta[: self.P].detach(), *fresh, pieces[-1].detach()])
+            theta = torch.cat([theta[: self.P].detach(), *fresh, theta[self.size :].detach()])
         return out, theta
+
+    def _tensors(self, theta: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of the network."""
+        pieces = theta.split(self._sizes)
+        parts = {n: p.reshape(shape) for (n, shape), p in zip(self.shapes.items(), pieces, strict=False)}
+        for name in self._buffers:
+            parts[name] = parts[name].detach()  # statistics are measured, not learned
+        return parts
 
     def _run(self, mode: str, parts: dict[str, Tensor], x: Tensor, options: dict[str, Any], key: Tensor | None) -> Any:
         if torch.compiler.is_compiling():  # a compiler cannot follow what comes next
             return self._call(mode, parts, x, options)
         # A network is watched once in each mode: those that call no such function run without the cost of watching.
-        batched = any(map(is_functorch_wrapped_tensor, (x, *parts.values())))
-        if not self._calls.get((mode, batched), True) or (mode == "eval" and not batched):
+        batched, trains = any(map(is_functorch_wrapped_tensor, (x, *parts.values()))), mode not in ("eval", "head")
+        if not self._calls.get((mode, batched), True) or not (trains or batched):
             return self._call(mode, parts, x, options)  # an evaluation of one client is PyTorch's own
-        with Alike(key, mode != "eval", self._draw) as functions:
+        with Alike(key, trains, self._draw) as functions:
             out = self._call(mode, parts, x, options)
         self._calls[mode, batched] = functions.drew or (functions.met and batched)
-        if mode != "eval":
+        if trains:
             self._drew[mode] = functions.drew
         return out
 
@@ -324,13 +370,16 @@ class Model:
         return functional_call(self._network(mode), parts, (x,), options)
 
     def _network(self, mode: str) -> nn.Module:
-        """Return the network, ready for a call in mode 'eval', 'train' or 'weighted' (training with weights)."""
-        for module in self._net.train(mode != "eval").modules():
+        """Return the network, ready for a call in mode 'eval', 'train' or 'weighted' (training with weights).
+
+        In mode 'head' it is the head alone, as in 'eval'.
+        """
+        for module in self._net.train(mode not in ("eval", "head")).modules():
             if isinstance(module, Norm):
                 module.weighted = mode == "weighted"
             elif isinstance(module, Drop):
                 module.calls = 0
-        return self._net
+        return self._head if mode == "head" else self._net
 
     def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Run the network and look at what enters its head, the representation that a sample has.
@@ -350,7 +399,49 @@ class Model:
             out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         finally:
             hook.remove()
+        self._take(batch)
         return out, seen[0].flatten(1), theta
+
+    def _take(self, batch: Batch) -> None:
+        self.inputs = tuple(batch.x.shape[1:]) if self.inputs is None else self.inputs
+
+    def taking(self, inputs: tuple[int, ...]) -> Self:
+        """Return this model, knowing the shape of a sample."""
+        other = copy.copy(self)
+        other.inputs = inputs
+        return other
+
+    @property
+    def outputs(self) -> int:
+        """Return how many numbers the network returns for a sample."""
+        return _look(self).outputs
+
+    @property
+    def representation(self) -> tuple[int, ...]:
+        """Return the shape of what enters the head for a sample."""
+        return _look(self).representation
+
+    def classify(self, theta: Tensor, z: Tensor) -> Tensor:
+        """Return the network's outputs for representations, which the head alone turns into them.
+
+        Dropout and statistics of the head are as in an evaluation. A network that does something after its head is
+        refused.
+
+        Args:
+            theta: the model.
+            z: [samples, features], as `features` returns it.
+
+        Returns:
+            [samples, classes], with gradients for z and for the head's entries of theta.
+        """
+        seen = _look(self)
+        if not seen.ends:
+            raise Problem(
+                f"the network does not end with its head '{self.head_name}', so its outputs do not follow from what "
+                "enters it: make the head the last thing that `forward` does, on one tensor"
+            )
+        parts = {f"net.{name}": part for name, part in self._tensors(theta).items()}
+        return self._run("head", parts, z.unflatten(1, seen.representation), {}, None)
 
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
         """Return the mean cross-entropy of a batch, and theta with fresh statistics if `train`."""
@@ -395,5 +486,58 @@ class Model:
         g, (fresh, value) = functional_grad(value_and_rest, has_aux=True)(theta)
         return self._learned(g), (fresh if self.Q else theta), value
 
+    def grads(self, theta: Tensor, batch: Batch) -> Tensor:
+        """Return the gradient of each sample's loss: [samples, width], 0 where theta is not learned.
+
+        Dropout and statistics are as in an evaluation, so that samples do not depend on each other. It takes as much
+        memory as a model for each sample: `data.mean(..., chunk=8)` bounds how many there are.
+
+        Args:
+            theta: the model.
+            batch: the samples; those that fill it up have gradients, too.
+        """
+
+        def one(x: Tensor, y: Tensor) -> Tensor:
+            single = Batch(x[None], y[None], None, batch.key)
+            return functional_grad(lambda theta: self.loss(theta, single)[0])(theta)
+
+        return self._learned(vmap(one)(batch.x, batch.y))
+
     def _learned(self, g: Tensor) -> Tensor:
         return self.weights.only(g) if self.frozen else g
+
+
+class _Seen(NamedTuple):
+    """What one sample shows of a network."""
+
+    outputs: int
+    representation: tuple[int, ...]
+    ends: bool  # whether its outputs are those of its head
+
+
+def _look(model: Model) -> _Seen:
+    """Run a network once on a sample of ones, and watch its head."""
+    if model._seen is not None:
+        return model._seen
+    if model.inputs is None:
+        raise Problem("the shape of the samples is not known yet: it is from `init_server` on")
+    entered: list[Tensor] = []
+    left: list[Any] = []
+    head = model._network("eval").get_submodule(model.head_name)
+    hooks = [
+        head.register_forward_pre_hook(lambda _, inputs: entered.append(inputs[0])),
+        head.register_forward_hook(lambda _, __, output: left.append(output)),
+    ]
+    try:
+        with outside_transformations(), torch.no_grad():
+            x = torch.ones(1, *model.inputs, dtype=model.dtype, device=model.device)
+            out, _ = model.apply(model.init(0), x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    ends = len(left) == 1 and left[0] is out and len(entered[0]) == 1
+    model._seen = _Seen(out.shape[-1], tuple(entered[0].shape[1:]), ends)
+    return model._seen
+
+
+_look._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] (hooks cannot be compiled)

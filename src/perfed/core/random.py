@@ -92,6 +92,31 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
     return (((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53).to(dtype).reshape(shape)
 
 
+def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw numbers from the standard normal distribution.
+
+    Two and two are made of `uniform` numbers by the rule of Box and Muller, in float64 whatever the result's type is:
+    a processor and a GPU differ in the last digits of a float64 at most.
+
+    Args:
+        key: one key; equal keys draw equal numbers. In a step take `derive(batch.key, n)`, another n for each use.
+        shape: the result's shape.
+        dtype: the result's type.
+
+    Returns:
+        Numbers that depend on the key and their position only.
+
+    Example:
+        >>> normal(derive(1, 2), (3,))
+        tensor([-1.3019,  0.6428,  1.3831])
+    """
+    count = math.prod(shape)
+    radius, angle = uniform(key, (-(-count // 2), 2), torch.float64).unbind(1)
+    radius, angle = (-2 * (1 - radius).log()).sqrt(), 2 * math.pi * angle  # 1 - radius is never 0
+    pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], 1)
+    return pairs.flatten()[:count].to(dtype).reshape(shape)
+
+
 def choose(key: Tensor, count: int, among: int) -> list[int]:
     """Return `count` different numbers below `among`, ascending."""
     ticket = mix(key + GOLDEN * (torch.arange(among, device=key.device) + 1))  # all different

@@ -23,7 +23,7 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import ClientError, Problem
-from perfed.core.messages import Down, Up, Uploads
+from perfed.core.messages import Down, Up, Uploads, covers, cut
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
@@ -166,19 +166,22 @@ class Training(NamedTuple):
     wire: Transform
 
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:
-        state, up = self._trained(self.method.client_part(state, down, data))
+        state, up = self._trained(self.method.client_part(state, _received(down), data))
+        up = replace(up, mean=cut(up.mean, up.mask)) if up.mask is not None else up
         if type(self.wire) is not Identity:  # whoever derives from it may do more
             with treatment_told(self.wire, self.method, ClientError):  # this client's alone, as far as it knows
                 up = self.wire.client(up, derive(key, WIRE))
                 if not isinstance(up, Up):
                     raise TypeError(f"client must return an Up, not {kind_of(up)}")
+                up = replace(up, mean=cut(up.mean, up.mask))  # whatever it has put there
         for leaf in leaves((state, up.mean, up.own)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"local must return tensors in its state and in Up, not {type(leaf).__name__}")
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
         if up.loss is not None:
             out["loss"] = torch.as_tensor(up.loss, dtype=torch.float64, device=data.size.device)
-        return out if up.group is None else {**out, "group": up.group}
+        more = {"group": up.group, "mask": up.mask}
+        return out | {name: part for name, part in more.items() if part is not None}
 
     def _trained(self, result: Any) -> tuple[State, Up]:
         """Return what `local` gave, a client's state and its upload; refuse anything else."""
@@ -190,14 +193,17 @@ class Training(NamedTuple):
         )
 
 
-def _weight(given: Tensor | float | None, samples: Tensor) -> Tensor:
+def _weight(given: Any, samples: Tensor) -> Any:
     """Return the weight of an upload; a count of samples stays a whole number, by which the server knows it."""
-    if given is None:
-        return samples
-    weight = torch.as_tensor(given, device=samples.device)
-    if weight.dtype == torch.bool or weight.is_complex():
-        raise TypeError(f"Up.weight must be a number of at least 0, not {str(weight.dtype).removeprefix('torch.')}")
-    return weight.double()
+
+    def usable(given: Tensor | float | None) -> Tensor:
+        weight = torch.as_tensor(samples if given is None else given, device=samples.device)
+        if weight.dtype == torch.bool or weight.is_complex():
+            kind = str(weight.dtype).removeprefix("torch.")
+            raise TypeError(f"Up.weight must be a number of at least 0, not {kind}")
+        return weight if weight.dim() else weight.double()  # those of entries are sent as they are
+
+    return samples if given is None else tree_map(usable, given)
 
 
 class Evaluation(NamedTuple):
@@ -211,15 +217,44 @@ class Evaluation(NamedTuple):
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:  # noqa: ARG002
         if self.general:
             shared, theta = down.shared
-            models = self.method.models(state, Down(shared, down.own), data)
+            models = self.method.models(state, _received(Down(shared, down.own)), data)
             fits = lambda model: model.shape == theta.shape  # a mixture has several
             choose = lambda model: torch.where(data.size > 0, model, theta) if fits(model) else model
             models = {name: choose(model) for name, model in models.items()}
         else:
-            models = self.method.models(state, down, data)
+            models = self.method.models(state, _received(down), data)
         by_split = {split: data.mean(self.method.score, models, split) for split in self.splits}
         scores = {model: {split: scores[model] for split, scores in by_split.items()} for model in models}
         return {"models": models if self.keep else {}, "scores": scores}
+
+
+MASK = "mask of what is sent"  # a key with which it is a part of `Down.own` on its way
+
+
+def _packed(method: Method, down: Down, count: int) -> Down:
+    """Return a message as engines hand it on: `own` with a row for each client, and the masks among it."""
+    refuse_other_rows(method, down, count)
+    if down.mask is None:
+        return down
+    mask, name = down.mask, type(method).__name__
+    if mask.dtype != torch.bool or mask.dim() != 2 or len(mask) != count:
+        kind = f"{str(mask.dtype).removeprefix('torch.')} of shape {tuple(mask.shape)}"
+        raise Problem(
+            f"{name}: Down.mask is True or False for each entry, in a row for each of {count} clients, not {kind}"
+        )
+    if not any(covers(mask, leaf) for leaf in leaves((down.shared, down.own))):
+        raise Problem(
+            f"{name}: Down.mask has rows of {mask.shape[1]} entries, but no tensor of the message has so many"
+        )
+    return Down(down.shared, {MASK: mask, "own": down.own})
+
+
+def _received(down: Down) -> Down:
+    """Return a client's message as its method is given it."""
+    if not isinstance(down.own, dict) or MASK not in down.own:
+        return down
+    mask = down.own[MASK]
+    return Down(cut(down.shared, mask), cut(down.own["own"], mask), mask)
 
 
 @dataclass(frozen=True)
@@ -257,7 +292,7 @@ def kind_of(value: Any) -> str:
 
 def shares_one_model(method: Method, down: Down) -> bool:
     """Return True if all clients predict with the model that `down` holds, so that it can be scored at once."""
-    return method.one_for_all and not leaves(down.own)
+    return method.one_for_all and not leaves(down.own) and down.mask is None
 
 
 def refuse_other_rows(method: Method, down: Down, count: int) -> None:
@@ -307,7 +342,7 @@ class Engine(ABC):
 
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
-        model = FastModel.of(job.method.model, kernels=self.kernels)
+        model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
         run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
         method = replace(job.method, model=model).at(**vars(run))
         for name in method.computed_once():  # here, as every exchange has a copy of its own
@@ -354,7 +389,7 @@ class Engine(ABC):
     def _training(self, request: Request) -> Work:
         run, round, exchange, ids, down, done, phase, steps = request
         method = self.jobs[run].at(round=round, exchange=exchange, phase=phase)
-        refuse_other_rows(method, down, len(ids))
+        down = _packed(method, down, len(ids))
         task, key = Training(method, self.jobs[run].wire), self._key(run, TRAIN, round, exchange)
         return Work(run, task, key, ids, self.states[run].take(ids), down, done, steps)
 
@@ -376,7 +411,8 @@ class Engine(ABC):
                 table.put([ids[row] for row in used], rows(new, used))
 
         spoiled, tensors = first_not_finite(new, len(ids), places.device, "state")
-        uploads = Uploads(places, out["mean"], out["own"], out["weight"], out.get("group"), out.get("loss"))
+        more = (out.get(name) for name in ("group", "loss", "mask"))
+        uploads = Uploads(places, out["mean"], out["own"], out["weight"], *more)
         return Reply(ids, uploads, spoiled, tensors, list(results.failures), settle)
 
     def _declare(self, work: Work, sent: Form) -> Form:
@@ -442,7 +478,7 @@ class Engine(ABC):
         if shares_one_model(method, down):  # it is enough to ask one client; the model is scored afterwards
             ids, task = ids[:1], Evaluation(method, (), True)
         else:
-            refuse_other_rows(method, down, len(ids))
+            down = _packed(method, down, len(ids))
             splits, keep = self.splits(run) if score else (), keep or (full and method.usual)
             task = Evaluation(method, splits, keep, general is not None)
             down = down if general is None else Down((down.shared, general), down.own)

@@ -20,6 +20,7 @@ from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients
 from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
 from perfed.core.data import form as shapes
+from perfed.core.further import models_of
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.random import mix, smallest, tickets
@@ -75,7 +76,9 @@ class Block:
         """Return the first row of each client."""
         return self.clients.split(split).starts.index_select(0, self.where)
 
-    def gather(self, split: str, index: Tensor, start: Tensor, move: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def gather(
+        self, split: str, index: Tensor, start: Tensor, move: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Gather samples [rows, batch, ...]; index -1 is filling and takes a client's first sample.
 
         Args:
@@ -85,13 +88,13 @@ class Block:
             move: [rows, batch], what happens to images; None: nothing.
 
         Returns:
-            Samples and labels.
+            Samples, labels, and the index without filling.
         """
-        source = self.clients.split(split)
-        rows = (index.clamp_min(0) + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
+        source, index = self.clients.split(split), index.clamp_min(0)
+        rows = (index + start[:, None]).clamp_max(len(source.y) - 1)  # who has no samples has no first
         x = source.x[rows.flatten()]
         x = self.clients.ready(x if move is None else moved(x, move.flatten()), self.dtype)
-        return x.unflatten(0, rows.shape), source.y[rows]
+        return x.unflatten(0, rows.shape), source.y[rows], index
 
 
 class BlockData(Data):
@@ -119,10 +122,10 @@ class BlockData(Data):
         out = _Fold.apply(self.block, step, form, len(carried), plan, self.key, *inside)
         return unflatten(list(out), carry_form)
 
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
         inside, form = flatten((given, held_by(check_step(fn)[1])))
         result = _Result()
-        out = _Mean.apply(self.block, fn, form, result, split, self.key, *inside)
+        out = _Mean.apply(self.block, fn, form, result, split, chunk, self.key, *inside)
         return unflatten(list(out), result.form)
 
 
@@ -230,9 +233,9 @@ class Fold:
                 batches = []
                 for draw, (table, k) in enumerate(zip(self.index, self.keys, strict=True)):
                     move = None if self.move is None else self.move[draw][:width, step]
-                    x, y = self.block.gather("train", table[:width, step], self.start[:width], move)
+                    x, y, numbers = self.block.gather("train", table[:width, step], self.start[:width], move)
                     weight = (table[:width, step] >= 0).to(self.block.dtype) if partial else None
-                    batches.append(Batch(x, y, weight, step_key(k[:width], step)))
+                    batches.append(Batch(x, y, weight, step_key(k[:width], step), numbers))
                 old, carry = carry, runner.step(self.step, self.form, self.batched, batches, [*carry, *theirs])
                 if step == 0:
                     refuse_other_form(shapes(old), shapes(carry))
@@ -332,10 +335,11 @@ def _tickets(key: Tensor, sizes: Tensor, begin: int, end: int, longest: int) -> 
 class _Mean(_Loop):
     @staticmethod
     def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
-        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, key: Any, *inside
-    ):
-        batched = [d is not None for d in in_dims[6:]]
-        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[6:], strict=True)]
+        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, chunk: int | None,
+        key: Any, *inside
+    ):  # fmt: skip
+        batched = [d is not None for d in in_dims[7:]]
+        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[7:], strict=True)]
         size = block.size(split)
         order, back, size = _sorted_rows(size)
         where = integers(order, key.device)
@@ -343,7 +347,7 @@ class _Mean(_Loop):
         inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
         if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
             split, start = "train", torch.zeros_like(start)
-        mean = Mean(block, fn, form, result, split, batched, key, start, n, size)
+        mean = Mean(block, fn, form, result, split, chunk, batched, key, start, n, size)
         recorder = block.runner.recorder
         totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
         # A client without samples has no mean: 0 / 0 is NaN.
@@ -361,6 +365,7 @@ class Mean:
     form: Any  # how (given, settings) is put together from tensors
     result: _Result
     split: str
+    chunk: int | None  # most samples of a client at once
     batched: list[bool]  # which of these tensors have a row for each client
     key: Tensor  # [rows]
     start: Tensor  # [rows], first samples
@@ -370,31 +375,31 @@ class Mean:
     def _values(self) -> Callable[..., tuple[Tensor, ...]]:
         function, owner, fixed = check_step(self.fn)
 
-        def values(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *inside: Tensor) -> tuple[Tensor, ...]:
+        def values(
+            x: Tensor, y: Tensor, weight: Tensor, key: Tensor, index: Tensor, *inside: Tensor
+        ) -> tuple[Tensor, ...]:
             given, settings = unflatten(list(inside), self.form)
-            value = function(holding(owner, settings), *fixed, Batch(x, y, weight, key), given)
+            value = function(holding(owner, settings), *fixed, Batch(x, y, weight, key, index), given)
             self.result.form = flatten(value)[1]
             return tuple(leaves(value))
 
         return values
 
-    def _sum(self, x: Tensor, y: Tensor, weight: Tensor, key: Tensor, inside: list[Tensor]) -> Any:
-        dims = (0, 0, 0, 0, *(0 if b else None for b in self.batched))
-        return vmap(self._values(), in_dims=dims)(x, y, weight, key, *inside)
-
     def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
         """Add up piece by piece; `most` samples of each client at most, to learn the form of the result."""
         totals: list[Tensor] = []
         count, longest = len(self.size), self.size[0] if most is None else most
-        for first in range(0, max(longest, 1), CHUNK):
+        whole = vmap(self._values(), in_dims=(*(0,) * 5, *(0 if b else None for b in self.batched)))
+        chunk = self.chunk or CHUNK
+        for first in range(0, max(longest, 1), chunk):
             active = _active(self.size, first) if self.size[0] else count
-            length = min(CHUNK, max(longest - first, 1))
+            length = min(chunk, max(longest - first, 1))
             place = torch.arange(first, first + length, device=self.key.device)
             index = torch.where(place < self.n[:active, None], place, -1)
-            x, y = self.block.gather(self.split, index, self.start[:active])
+            x, y, numbers = self.block.gather(self.split, index, self.start[:active])
             weight = (index >= 0).to(self.block.dtype)
             theirs = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
-            values = self._sum(x, y, weight, self.key[:active], theirs)
+            values = whole(x, y, weight, self.key[:active], numbers, *theirs)
             if not totals:
                 totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
             samples = weight.sum(1)
@@ -415,14 +420,15 @@ class Mean:
                 runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form
         zeros, self.result.form = runner.forms[key]
 
-        def body(x: Tensor, y: Tensor, weight: Tensor, key: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            totals, given = rest[: len(zeros)], rest[len(zeros) :]
-            return tuple(t + v * weight.sum() for t, v in zip(totals, values(x, y, weight, key, *given), strict=True))
+        def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+            batch, totals, given = tensors[:5], tensors[5 : 5 + len(zeros)], tensors[5 + len(zeros) :]
+            samples = batch[2].sum()
+            return tuple(t + v * samples for t, v in zip(totals, values(*batch, *given), strict=True))
 
         batched = [True] * len(zeros) + self.batched
-        dims = (*(0,) * 4, *(0 if b else None for b in batched))
+        dims = (*(0,) * 5, *(0 if b else None for b in batched))
         most = max(self.block.clients.split(self.split).size)
-        slots = min(PIECE, most)
+        slots = min(PIECE, self.chunk or PIECE, most)
         inside = [*(z.expand(count, *z.shape) for z in zeros), *inside]
         shape = (1, -(-most // slots), slots)
         whole = vmap(body, in_dims=dims)
@@ -474,11 +480,11 @@ class Runner:
     def batch_step(self, step: Any, form: Any, batched: list[bool], draws: int, weighted: bool) -> Callable[..., Any]:
         """Return the step of a whole block: batches, carry and what is given, all as one row of tensors."""
         function, method, fixed = check_step(step)
-        each = 4 if weighted else 3
+        each = 5 if weighted else 4
         dims = (*(0,) * each * draws, *(0 if b else None for b in batched))
 
         def client_step(*tensors: Tensor) -> tuple[Tensor, ...]:
-            make = Batch if weighted else lambda x, y, key: Batch(x, y, None, key)
+            make = Batch if weighted else lambda x, y, key, index: Batch(x, y, None, key, index)
             cut = each * draws
             batches = [make(*tensors[first : first + each]) for first in range(0, cut, each)]
             carry, (given, settings) = unflatten(list(tensors[cut:]), form)
@@ -492,14 +498,16 @@ class Runner:
         weighted = batches[0].weight is not None
         whole = self.batch_step(step, form, batched, len(batches), weighted)
         flat = [t for b in batches for t in b if t is not None]
-        model = check_step(step)[1].model
-        if self.compile and not model.tried:
-            whole(*flat, *inside)  # whether it draws random numbers shows when it has run
-        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
-        if not self.compile or model.draws or (model.keyed and flat[0].is_cuda):
+        if not self.compile:
             return list(whole(*flat, *inside))
+        models = models_of(check_step(step)[1]).values()
         shape = tuple(t.shape for t in (*flat, *inside))
         key = (*self.identity(step, form, batched), len(batches), weighted, shape)
+        if key not in self.compiled and not all(model.tried for model in models):
+            whole(*flat, *inside)  # whether it draws random numbers shows when it has run
+        # Dropout's table of counters, a constant of the compiled step, crashes inductor on CUDA (torch 2.11).
+        if any(model.draws or (model.keyed and flat[0].is_cuda) for model in models):
+            return list(whole(*flat, *inside))
         if key not in self.compiled:
             self.compiled[key] = self._compile(whole)
         return list(self.compiled[key](*flat, *inside))

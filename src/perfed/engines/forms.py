@@ -103,10 +103,39 @@ def refuse_unusable(declared: Form, method: str) -> None:
                 f"{method} sends {_word(kind.dtype)} as '{name}', and a mean of those would be cut to whole numbers: "
                 "send them as floating-point numbers, or client by client in Up.own"
             )
-        if part in ("weight", "group", "loss") and kind.shape:
+        if part in ("group", "loss") and kind.shape:
             raise Problem(f"{method} sends a {part} of shape {kind.shape}: a client has one number there")
+        if part == "mask" and (kind.dtype != torch.bool or len(kind.shape) != 1):
+            kind_of_mask = f"{_word(kind.dtype)} of shape {kind.shape}"
+            raise Problem(f"{method} sends a mask of {kind_of_mask}: it is True or False for each entry")
+        if part == "mask" and not any(leaf.shape[-1:] == kind.shape for leaf in leaves(declared["mean"])):
+            raise Problem(f"{method} sends a mask of {kind.shape[0]} entries, but no tensor in Up.mean has so many")
         if part == "group" and kind.dtype.is_floating_point:
             raise Problem(f"{method} sends a group of {_word(kind.dtype)}: groups are numbered with whole numbers")
+
+
+def refuse_misfits(mean: Any, weight: Any, method: str) -> None:
+    """Refuse weights of tensors that do not belong to those of the mean.
+
+    Args:
+        mean: rows of `Up.mean`.
+        weight: rows of `Up.weight` where it is a tree.
+        method: the method's name.
+    """
+    (weights, nested), (tensors, wanted) = flatten(kinds(weight, 1)), flatten(kinds(mean, 1))
+    if nested != wanted:
+        theirs, mine = (", ".join(paths(tree, name)) for tree, name in ((weight, "weight"), (mean, "mean")))
+        raise Problem(
+            f"{method} sends the weights {theirs or 'of nothing'} for {mine or 'no mean'}: Up.weight is one number, or "
+            "a tree like Up.mean"
+        )
+    for name, own, tensor in zip(paths(mean, "mean"), weights, tensors, strict=True):
+        sides = zip(own.shape[::-1], tensor.shape[::-1], strict=False)
+        if len(own.shape) > len(tensor.shape) or any(mine not in (1, its) for mine, its in sides):
+            raise Problem(
+                f"{method} sends a weight of shape {own.shape} for '{name}' of shape {tensor.shape}: a weight is one "
+                "number, or a tensor that is broadcast to the one it belongs to"
+            )
 
 
 def _named(form_of_upload: Form) -> dict[str, Kind]:

@@ -149,10 +149,12 @@ class ClientData(Data):
 
     def _batch(self, split: str, part: slice, key: Tensor) -> Batch:
         source = self.clients.split(split)
-        return Batch(self.clients.ready(source.x[part], self.dtype), source.y[part], None, key)
+        first = max(part.start - source.start[self.index], 0)  # who has no samples borrows one
+        index = torch.arange(first, first + part.stop - part.start, device=source.y.device)
+        return Batch(self.clients.ready(source.x[part], self.dtype), source.y[part], None, key, index)
 
     def _batches(self, plan: Plan, draw: int) -> Iterator[Batch]:
-        size, start = self.clients.train.size[self.index], self.clients.train.start[self.index]
+        size = self.clients.train.size[self.index]
         key, total = plan.key(self.key, draw), plan.total(size)
         if total == 0:
             return
@@ -160,20 +162,21 @@ class ClientData(Data):
         keys = iter(step_keys.unbind())
         for epoch in range(-(-total // each)):
             left = (total - epoch * each) * plan.batch_size
-            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0] + start
-            for x, y in self._ready_batches(order, plan.batch_size, step_keys[epoch * each : (epoch + 1) * each]):
-                yield Batch(x, y, None, next(keys))
+            order = shuffle(order_key(key, epoch)[None], self.size[None], size, left)[0]
+            theirs = step_keys[epoch * each : (epoch + 1) * each]
+            for x, y, index in self._ready_batches(order, plan.batch_size, theirs):
+                yield Batch(x, y, None, next(keys), index)
 
-    def _ready_batches(self, order: Tensor, batch_size: int, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _ready_batches(self, order: Tensor, batch_size: int, keys: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield batches of the training samples `order`; many are made ready together, which halves the work."""
-        source, augment = self.clients.train, self.clients.augment
+        source, start, augment = self.clients.train, self.clients.train.start[self.index], self.clients.augment
         together = max(1, AT_ONCE // (batch_size * max(source.x[0].numel(), 1)))  # batches
         for part, theirs in zip(order.split(together * batch_size), keys.split(together), strict=True):
-            x = source.x.index_select(0, part)
+            x, y = source.x.index_select(0, part + start), source.y.index_select(0, part + start)
             if augment != "none":
                 x = moved(x, moves(augment, theirs, min(batch_size, len(order))).flatten()[: len(x)])
             x = self.clients.ready(x, self.dtype)
-            yield from zip(x.split(batch_size), source.y.index_select(0, part).split(batch_size), strict=True)
+            yield from zip(x.split(batch_size), y.split(batch_size), part.split(batch_size), strict=True)
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         before = form(carry)
@@ -185,15 +188,16 @@ class ClientData(Data):
                 refuse_other_form(before, form(carry))
         return carry
 
-    def _mean(self, fn: Callable[..., Any], given: Any, split: str) -> Any:
+    def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
         source = self.clients.split(split)
         start, size = source.start[self.index], source.size[self.index]
         if size == 0:  # run on any sample for the form of the result, which is filled with NaN
             value = fn(self._batch(split if len(source.y) else "train", slice(0, 1), self.key), given)
             return tree_map(lambda t: torch.full_like(t, torch.nan), value)
         total = None
-        for first in range(0, size, CHUNK):
-            count = min(CHUNK, size - first)
+        chunk = chunk or CHUNK
+        for first in range(0, size, chunk):
+            count = min(chunk, size - first)
             value = fn(self._batch(split, slice(start + first, start + first + count), self.key), given)
             part = tree_map(lambda t, count=count: t * count, value)
             total = part if total is None else tree_map(torch.add, total, part)

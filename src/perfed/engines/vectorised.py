@@ -21,6 +21,7 @@ from perfed.accel import autotune
 from perfed.accel.autotune import prepared
 from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem
+from perfed.core.further import models_of
 from perfed.core.messages import Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch, Model
@@ -68,7 +69,7 @@ class Vectorised(Engine):
 
             self.runner.recorder = Recorder()
         _refuse_unlike(self.jobs)
-        self._model_of_all = self._with_all_starts()
+        self._models_of_all = self._with_all_starts()
         for split in SPLITS:
             y = self.clients.split(split).y
             known = not len(y) or 0 <= int(y.min()) <= int(y.max()) < self.clients.classes
@@ -89,9 +90,9 @@ class Vectorised(Engine):
         self.jobs = [replace(job, clients=clients) for job, clients in zip(self.jobs, parts, strict=True)]
         return table, offsets[:-1]
 
-    def _with_all_starts(self) -> Model:
-        seeds = [job.seed for job in self.jobs]
-        return with_starts(self.method.model, seeds) if len(seeds) > 1 else self.method.model
+    def _with_all_starts(self) -> dict[str, Model]:
+        seeds, models = [job.seed for job in self.jobs], models_of(self.method)
+        return {name: with_starts(model, seeds) for name, model in models.items()} if len(seeds) > 1 else models
 
     # ------------------------------------------------------------------ with help, and without
 
@@ -118,7 +119,7 @@ class Vectorised(Engine):
         except Exception as error:  # the machine's, or somebody's own code's: the second time tells
             reason, what = reason_of(error), "recording" if self.runner.recorder else "compiling"
         else:
-            if self.runner.compile and self.method.model.draws:
+            if self.runner.compile and any(model.draws for model in models_of(self.method).values()):
                 self.runner.compile = False
                 self.notice("steps whose dropout is a function are not compiled: they run as they are")
             return results
@@ -131,7 +132,7 @@ class Vectorised(Engine):
         self.kernels = False
         self.runner.recorder, self.runner.compile = None, False
         self.jobs = [self._prepared(job) for job in self.jobs]
-        self._model_of_all = self._with_all_starts()
+        self._models_of_all = self._with_all_starts()
 
     @property
     def useful(self) -> float:
@@ -215,7 +216,7 @@ class Vectorised(Engine):
             rates = torch.tensor([work.task.method.lr for work in works], dtype=method.model.dtype)
             varied["lr"] = send(rates, where.device).index_select(0, whose)
         if SEED in varied:
-            method = holding(method, {"model": self._model_of_all})
+            method = holding(method, self._models_of_all)
         shared = works[0].down.shared  # for all rows, where there is one run
         if len(works) > 1:
             shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(work.down.shared for work in works))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perfed.core.messages import Uploads
+from perfed.core.messages import Uploads, is_single
 from perfed.core.tree import leaves, tree_map
 from perfed.engines.base import Reply
 from perfed.engines.trees import first_true, not_finite, paths
@@ -87,11 +87,11 @@ def inspect(round: int, reply: Reply, uploads: Uploads, groups: int = 1) -> Verd
         The verdict; it names a client's first bad tensor, states before uploads before weights.
     """
     sent, weight, group = [uploads.mean, uploads.own], uploads.weight, uploads.group
-    counted = not weight.is_floating_point()  # by the number of training samples, which is never 0
-    bad_weight = weight < 1 if counted else ~(weight.isfinite() & (weight >= 0))
-    flags = [*(not_finite(leaf) for leaf in leaves(sent)), bad_weight]
+    counted = is_single(weight) and not weight.is_floating_point()  # by the training samples, of which nobody has 0
+    bad_weights = [weight < 1] if counted else [_bad_weight(each) for each in leaves(weight)]
+    flags = [*(not_finite(leaf) for leaf in leaves(sent)), *bad_weights]
     reasons = [(name, NOT_FINITE) for name in [*paths(uploads.mean, "mean"), *paths(uploads.own, "own")]]
-    reasons.append(("weight", BAD_COUNT if counted else BAD_WEIGHT))
+    reasons += [(name, BAD_COUNT if counted else BAD_WEIGHT) for name in paths(weight, "weight")]
     if group is not None:
         flags.append((group < 0) | (group >= groups))
         reasons.append(("group", BAD_GROUP))
@@ -102,10 +102,16 @@ def inspect(round: int, reply: Reply, uploads: Uploads, groups: int = 1) -> Verd
     return Verdict(round, reply.ids, wrong, reasons)
 
 
+def _bad_weight(rows: Tensor) -> Tensor:
+    """Return for each row [m, ...] whether it holds a weight that is negative or not finite."""
+    bad = ~(rows.isfinite() & (rows >= 0))
+    return bad.flatten(1).any(1) if bad.dim() > 1 else bad
+
+
 def only(uploads: Uploads, index: Tensor) -> Uploads:
     """Return the rows `index` of uploads."""
     select = lambda leaf: None if leaf is None else leaf.index_select(0, index)
-    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group, uploads.loss)
+    parts = (uploads.ids, uploads.mean, uploads.own, uploads.weight, uploads.group, uploads.loss, uploads.mask)
     return Uploads(*(tree_map(select, part) for part in parts))
 
 

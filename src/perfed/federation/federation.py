@@ -11,13 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from perfed.core.data import Plan
 from perfed.core.errors import Problem, SettingsProblem
-from perfed.core.messages import Cohort, Down, Uploads
+from perfed.core.messages import Cohort, Down, Uploads, is_single
 from perfed.core.method import Method, State
 from perfed.core.random import COHORT, choose, derive
 from perfed.core.rounds import Chosen, Known, Phase, chosen
 from perfed.core.tree import leaves, rows, send
 from perfed.engines.base import ClientInfo, Engine, EvaluationRequest, Reply, Request, kind_of, shares_one_model
+from perfed.engines.forms import refuse_misfits
 from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores
 from perfed.engines.trees import paths
@@ -184,7 +186,7 @@ class Federation:
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
             self.known.fail(self.answers.lost)
             down = method.broadcast(self.server, self._send(self.answers.lost))
-            self.traffic.count(method.model, len(self.answers.lost), down)
+            self.traffic.count(method, len(self.answers.lost), down)
 
     def _planned(self, wanted: Chosen, phase: Phase) -> list[Turn]:
         """Return the exchanges of a round, with those of their clients that answer."""
@@ -221,7 +223,8 @@ class Federation:
             request: what was asked.
             reply: what the engine answered.
         """
-        self.traffic.count(self.method.model, len(request.ids), request.down, reply.uploads)
+        self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
+        self.traffic.count_batches(self.method, self._samples(request, reply))
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         self.known.fail([failure.id for failure in reply.failures])
@@ -229,6 +232,14 @@ class Federation:
         needed = max(1, math.ceil(self.quorum * len(request.ids) - 1e-9))
         use = self._use_unread if self._leaves_unread(uploads) else self._use
         use(self._now(request.exchange, request.phase), reply, uploads, verdict, needed)
+
+    def _samples(self, request: Request, reply: Reply) -> int:
+        """Return how many training samples the clients that delivered something went through, in all epochs."""
+        sizes, method = self.clients.sizes["train"], self.method
+        plan = Plan(method.batch_size, None if request.steps else method.epochs, request.steps)
+        done = dict(zip(request.ids, request.done or [method.epochs] * len(request.ids), strict=True))
+        mine = {id: plan.shortened(done[id], method.epochs) for id in reply.ids}
+        return sum(own.samples(sizes[id], own.total(sizes[id])) for id, own in mine.items())
 
     def _received(self, uploads: Uploads) -> Uploads:
         """Return uploads after the server half of what happens to them on their way."""
@@ -240,6 +251,8 @@ class Federation:
             for leaf, name in zip(leaves(uploads.mean), paths(uploads.mean, "mean"), strict=True):
                 if not leaf.is_floating_point():
                     raise TypeError(f"server must give back '{name}' as floating-point numbers, not as {leaf.dtype}")
+        if not is_single(uploads.weight):
+            refuse_misfits(uploads.mean, uploads.weight, type(self.method).__name__)
         return uploads
 
     def _leaves_unread(self, uploads: Uploads) -> bool:

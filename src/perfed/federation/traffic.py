@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
+from torch import Tensor
+
+from perfed.core.errors import Problem
+from perfed.core.further import models_of
 from perfed.core.messages import Down, Uploads
+from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.tree import leaves
 
 
 @dataclass
 class Traffic:
-    """Bytes sent so far; counters and single weights are not counted."""
+    """Bytes sent so far; counters and single weights are not counted, weights of entries are.
+
+    Nor is what training cannot change, such as a frozen backbone: everybody has it from the start. Of masked tensors
+    the entries inside count, and not the masks, which follow from a few numbers, such as a width.
+    """
 
     down_shared: int = 0
     down_own: int = 0
@@ -31,38 +41,62 @@ class Traffic:
         """Bytes from clients to the server."""
         return self.up_mean + self.up_own
 
-    def count(self, model: Model, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
+    def count(self, method: Method, receivers: int, down: Down, uploads: Uploads | None = None) -> None:
         """Add an exchange.
 
         Args:
-            model: the network, whose padding does not count.
+            method: whose models' padding and frozen parameters do not count.
             receivers: number of clients that were sent `down`.
             down: what they were sent; `own` has a row for each.
             uploads: the rows that came back; None: nothing did.
         """
-        size = lambda tree: count_bytes([tree], model.width, model.size)
-        self.down_shared += size(down.shared) * receivers
-        self.down_own += size(down.own)
+        models = {model.width: model for model in models_of(method).values()}
+        sizes = {width: model.sent for width, model in models.items()}
+        sent = sizes if down.mask is None else sizes | _entries(down.mask, models)
+        self.down_shared += int(count_bytes([down.shared], sent) * receivers)
+        self.down_own += int(count_bytes([down.own], sent))
         if uploads is not None:
-            self.up_mean += size(uploads.mean)
-            self.up_own += size(uploads.own)
+            sent = sizes if uploads.mask is None else sizes | _entries(uploads.mask, models)
+            of_entries = [weight for weight in leaves(uploads.weight) if weight.dim() > 1]
+            self.up_mean += int(count_bytes([uploads.mean, of_entries], sent))
+            self.up_own += int(count_bytes([uploads.own], sizes))
+
+    def count_batches(self, method: Method, samples: int) -> None:
+        """Add what clients and server exchanged while clients trained.
+
+        Args:
+            method: whose `batch_traffic` says so.
+            samples: training samples that they went through, in all epochs together.
+        """
+        sent = method.batch_traffic(samples)
+        if unknown := sent.keys() - {"up", "down"}:
+            name = type(method).__name__
+            raise Problem(f"{name}.batch_traffic returns '{min(unknown)}': numbers go 'up' or 'down'")
+        self.up_own += sent.get("up", 0) * method.model.dtype.itemsize
+        self.down_own += sent.get("down", 0) * method.model.dtype.itemsize
 
 
-def count_bytes(trees: Iterable[Any], width: int, size: int) -> int:
-    """Count the bytes of the tensors in a compartment; a row of theta counts without its padding.
+def _entries(mask: Tensor, models: dict[int, Model]) -> dict[int, Fraction]:
+    """Return the length of a mask's rows -> how many of them are True, on average over the clients."""
+    width = mask.shape[1]
+    sent = mask & models[width].moving.mask if width in models else mask
+    return {width: Fraction(int(sent.sum()), max(len(mask), 1))}
+
+
+def count_bytes(trees: Iterable[Any], sizes: Mapping[int, int | Fraction]) -> int | Fraction:
+    """Count the bytes of the tensors in a compartment; a row of theta counts without what is not sent of it.
 
     Args:
         trees: trees of tensors.
-        width: numbers in a row of theta.
-        size: numbers in it that are not padding.
+        sizes: numbers in a row of theta -> how many of them count.
 
     Returns:
         The number of bytes.
     """
-    total = 0
+    total: int | Fraction = 0
     for tensor in leaves(list(trees)):
-        numbers = tensor.numel()
-        if tensor.dim() and tensor.shape[-1] == width:
-            numbers = numbers // width * size
+        numbers: int | Fraction = tensor.numel()
+        if tensor.dim() and tensor.shape[-1] in sizes:
+            numbers = numbers // tensor.shape[-1] * sizes[tensor.shape[-1]]
         total += numbers * tensor.element_size()
     return total

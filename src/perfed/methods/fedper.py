@@ -38,7 +38,7 @@ class FedPer(Method):
         return self.kept.take(self.model.init(self.context.seed))
 
     def join(self, client, down):
-        return self.kept.put(self.sent.put(self.model.zeros(), down.shared), client)
+        return self.kept.put(self.sent.put(self.model.init(self.context.seed), down.shared), client)
 
     def local(self, client, down, data):
         w = self.descend(self.join(client, down), data)

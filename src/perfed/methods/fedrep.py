@@ -42,7 +42,7 @@ class FedRep(Method):
         return self.model.head.take(self.model.init(self.context.seed))
 
     def join(self, head, body):
-        return self.model.head.put(self.model.body.put(self.model.zeros(), body), head)
+        return self.model.head.put(self.model.body.put(self.model.init(self.context.seed), body), head)
 
     def local(self, client, down, data):
         w = self.descend(self.join(client, down.shared), data, only="head", epochs=self.head_epochs, stream=HEAD)

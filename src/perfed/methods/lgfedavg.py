@@ -42,7 +42,7 @@ class LGFedAvg(FedPer):
 
     def join(self, client, down):
         if "upper" in down.shared:
-            return self.kept.put(self.sent.put(self.model.zeros(), down.shared["upper"]), client)
+            return self.kept.put(self.sent.put(self.model.init(self.context.seed), down.shared["upper"]), client)
         return next(iter(down.shared.values()))
 
     def local(self, client, down, data):

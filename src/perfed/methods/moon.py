@@ -29,7 +29,7 @@ class MOON(FedAvg):
 
     def check(self):
         if not len(self.model.body):
-            raise Problem("moon contrasts what enters the head, but this model has nothing below its head")
+            raise Problem("moon contrasts what enters the head, but this model learns nothing below its head")
 
     def init_client(self):
         w = self.model.init(self.context.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from perfed.core.errors import Problem
+from perfed.core.further import models_of
 from perfed.core.tree import leaves
 from perfed.engines.scores import PERSONAL
 from perfed.federation.traffic import count_bytes
@@ -198,8 +199,10 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
     """
     count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), about["classes"])
     method = make_method(config, entry, network, count)
+    method = replace(method, model=method.model.taking(tuple(about["shape"])))
+    sizes = {model.width: model.size for model in models_of(method).values()}
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
-    size = lambda state: count_bytes(tensors(state), method.model.width, method.model.size)
+    size = lambda state: int(count_bytes(tensors(state), sizes))
     return {"server_state": size(method.init_server(count)), "client_state": size(method.init_client())}
 
 
