@@ -19,7 +19,6 @@ from perfed.core.data import CHUNK
 from perfed.core.method import Method
 from perfed.core.model import Batch
 from perfed.core.tree import integers, tree_map
-from perfed.engines.f1_auc import full_scores
 from perfed.engines.scores import Table, concatenate
 
 ON_GPU = 1 << 14  # samples that a model is given at once
@@ -94,7 +93,7 @@ class Scorer:
         if full:
             for name, theta in models.items():
                 outputs = torch.cat(self._outputs(theta, piece.split, begin, end))
-                scores[name] = scores[name] | full_scores(outputs, source.y[begin:end], sizes)
+                scores[name] = scores[name] | self.clients.task.full(outputs, source.y[begin:end], sizes)
         return scores
 
     def joined(
@@ -131,7 +130,7 @@ class Scorer:
                 for theta, (first, last) in zip(thetas, spans, strict=True):
                     outputs += self._outputs(theta, split, first, last)
                 whole = torch.cat(outputs) if outputs else thetas.new_zeros(0, 1)  # nobody here has samples
-                table[name][split] = full_scores(whole, y, [last - first for first, last in spans])
+                table[name][split] = self.clients.task.full(whole, y, [last - first for first, last in spans])
         return table
 
     def _outputs(self, theta: Tensor, split: str, first: int, last: int) -> list[Tensor]:

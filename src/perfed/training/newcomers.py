@@ -23,6 +23,7 @@ from perfed.core.errors import Problem, nearest
 from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method
 from perfed.core.rounds import Known, Phase
+from perfed.core.task import Classification
 from perfed.core.tree import tree_map
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
@@ -296,7 +297,8 @@ def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
     elif clients.classes > about["classes"]:
         raise Problem(f"the new clients have {clients.classes} classes, the run's models know {about['classes']}")
     labels = about["labels"] and tuple(about["labels"])
-    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"], labels=labels)
+    task = Classification(about["classes"])
+    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"], labels=labels, task=task)
 
 
 def _places(wanted: Sequence[str], known: Sequence[str], what: str) -> list[int]:
