@@ -87,12 +87,11 @@ def test_positions_that_are_not_counted_change_nothing():
     losses = task.losses(out, y)
     assert losses[1].item() == pytest.approx(F.cross_entropy(out[1, :2], y[1, :2]).item())
     assert losses[2] == 0
-    rates, weights = task.rates(out, y), task.weights(y)
-    assert weights.tolist() == [5, 2, 0]
-    mean = {name: (each * weights).sum() / weights.sum() for name, each in rates.items()}
+    scores = task.finish({name: each.mean() for name, each in task.rates(out, y).items()})
     known = F.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
-    assert mean["loss"].item() == pytest.approx(known.item())
-    assert task.finish(mean)["perplexity"].item() == pytest.approx(math.exp(known))
+    assert scores["loss"].item() == pytest.approx(known.item())
+    assert scores["perplexity"].item() == pytest.approx(math.exp(known))
+    assert scores["accuracy"].item() == pytest.approx((out.argmax(-1) == y).sum().item() / 7)
     g = torch.func.grad(lambda out: task.losses(out, y).mean())(out)
     assert g.isfinite().all()
     assert not g[2].any()
@@ -124,9 +123,9 @@ def test_directions():
     ],
 )
 def test_labels_that_are_not_the_tasks_are_refused(task, good, bad):
-    task.refuse(good, "train")
-    with pytest.raises(Problem, match="train: a label is"):
-        task.refuse(bad, "train")
+    task.refuse(good, "test samples")
+    with pytest.raises(Problem, match="a label of test samples is"):
+        task.refuse(bad, "test samples")
 
 
 def test_a_task_that_nobody_knows():

@@ -146,14 +146,19 @@ def test_clients_of_any_size(sizes, shared):
     assert checks.difference({k: found[k] for k in FULL}, expected(out, test.y, sizes)) < 1e-12
 
 
-def test_a_method_that_scores_in_its_own_way_keeps_to_it():
+def test_a_method_that_predicts_in_its_own_way_is_scored_by_that():
     @dataclass(frozen=True)
-    class Scored(FedAvg):
-        def score(self, batch, models):
-            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
+    class Opposite(FedAvg):
+        def predict(self, model, x):
+            return -self.model.apply(model, x)[0]
 
-    engine = Sequential(Job(Scored(Model(toy.plain_net, dtype=torch.float64)), toy.toy_clients()))
-    assert set(Federation(engine).evaluate(full=True)["personal"]["test"]) == {"loss", "accuracy"}
+    model, clients = Model(toy.plain_net, dtype=torch.float64), toy.toy_clients()
+    usual, opposite = (
+        Federation(Sequential(Job(kind(model), clients))).evaluate(full=True)["personal"]["test"]
+        for kind in (FedAvg, Opposite)
+    )
+    assert torch.allclose(opposite["auc"], 1 - usual["auc"])
+    assert not torch.allclose(opposite["loss"], usual["loss"])
 
 
 # ---------------------------------------------------------------------- in a run

@@ -52,6 +52,7 @@ RULES = (
     Check("BatchNorm statistics move, and stay what they can be", rules.check_statistics, (SAME,)),
 )
 FOLLOWS = (
+    Check("every task is learned, or refused by its name", checks.check_tasks),
     Check("state survives saving and loading", checks.check_saved),
     Check("every hyper-parameter matters", settings.check_settings),
     Check(LEARNS, checks.check_learns),

@@ -124,7 +124,7 @@ def _ranked(value: Tensor, owner: Tensor, right: Tensor) -> tuple[Tensor, Tensor
 
 
 def _sorted(value: Tensor, owner: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort values within each owner, owner by owner; return the owners, what came along, and a number for equal ones."""
+    """Sort values owner by owner; return the owners, what came along, and a number for each group of equal values."""
     order = value.argsort(stable=True)
     order = order[owner[order].argsort(stable=True)]  # owner by owner, each from its lowest value to its highest
     value, owner, right = value[order], owner[order], right[order]

@@ -73,6 +73,7 @@ class Task(ABC):
             targets, or the vocabulary; 0: it is not said.
         kind: the task's name.
         scores: by the name that asks for one as `run.headline`; the first is what models are judged by.
+        things: what its outputs stand for.
         uneven: the name of the score that they are judged by where nearly all labels are alike; empty: the first.
         whole: the metrics that need all outputs for a client at once, see `full`.
     """
@@ -81,6 +82,7 @@ class Task(ABC):
 
     kind: ClassVar[str]
     scores: ClassVar[dict[str, Score]]
+    things: ClassVar[str] = "outputs"
     uneven: ClassVar[str] = ""
     whole: ClassVar[tuple[str, ...]] = ()
 
@@ -88,6 +90,12 @@ class Task(ABC):
     def headline(self) -> str:
         """Return the name of the score that models are judged by, where nobody says otherwise."""
         return next(iter(self.scores))
+
+    @property
+    def in_words(self) -> str:
+        """Return what the task is, for a sentence: regression of 3 targets."""
+        count = f" of {self.outputs} {self.things if self.outputs != 1 else self.things[:-1]}" if self.outputs else ""
+        return f"{self.kind}{count}"
 
     def better(self, metric: str) -> Direction:
         """Return which direction of a metric is better."""
@@ -115,22 +123,18 @@ class Task(ABC):
 
     @abstractmethod
     def rates(self, out: Tensor, y: Tensor) -> dict[str, Tensor]:
-        """Return scores of each sample, whose mean over samples is a score; `loss` is among them.
+        """Return numbers of each sample; `finish` makes a client's scores of their means.
 
         Args:
             out: the network's outputs [n, ...].
             y: the labels [n, ...].
 
         Returns:
-            metric -> [n].
+            name -> [n].
         """
 
-    def weights(self, y: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return how much each sample counts in the mean of its `rates`, [n]; None: all alike."""
-        return None
-
     def finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return a client's scores of the means of its `rates`."""
+        """Return scores, `loss` among them, of the means of `rates` over a client's samples: by default these."""
         return means
 
     def full(self, out: Tensor, y: Tensor, size: list[int] | tuple[int, ...]) -> dict[str, Tensor]:  # noqa: ARG002
@@ -152,17 +156,17 @@ class Task(ABC):
 
     @abstractmethod
     def fault(self, y: Tensor) -> str:
-        """Say in words what is wrong with the labels `y`; empty where nothing is."""
+        """Say in words what is wrong with one of the labels `y`: it "is ..."; empty where nothing is."""
 
     def refuse(self, y: Tensor, what: str) -> None:
         """Raise a Problem where labels are not this task's.
 
         Args:
             y: the labels.
-            what: whose labels they are, for the sentence.
+            what: whose labels they are, for the sentence: "a label of the test samples is ...".
         """
         if why := self.fault(y):
-            raise Problem(f"{what}: {why}")
+            raise Problem(f"a label of {what} {why}")
 
     # ------------------------------------------------------------------ as plain values
 
@@ -187,7 +191,7 @@ def _beside(out: Tensor, y: Tensor) -> Tensor:
 class Classification(Task):
     """One of several classes for each sample."""
 
-    kind = "classification"
+    kind, things = "classification", "classes"
     scores: ClassVar = {
         "accuracy": Score("accuracy", "higher", "accuracy", "accuracy"),
         "balanced": Score("balanced_accuracy", "higher", "balanced accuracy", "balanced accuracy"),
@@ -213,7 +217,7 @@ class Classification(Task):
     def fault(self, y: Tensor) -> str:
         if not len(y) or not self.outputs or (int(y.min()) >= 0 and int(y.max()) < self.outputs):
             return ""
-        return f"a label is not one of the {self.outputs} classes, which are numbered from 0"
+        return f"is not one of the {self.outputs} classes"
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class Multilabel(Task):
     predicted rightly, a label being predicted where its probability is above one half.
     """
 
-    kind = "multilabel"
+    kind, things = "multilabel", "labels"
     scores: ClassVar = {
         "accuracy": Score("accuracy", "higher", "accuracy (mean over labels)", "accuracy"),
         "auc": Score("auc", "higher", "AUC (mean over labels)", "AUC"),
@@ -247,7 +251,7 @@ class Multilabel(Task):
         return out.sigmoid()
 
     def fault(self, y: Tensor) -> str:
-        return "" if bool(((y == 0) | (y == 1)).all()) else "a label is neither 0 nor 1"
+        return "" if bool(((y == 0) | (y == 1)).all()) else "is neither 0 nor 1"
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ class Regression(Task):
     shift: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
 
-    kind = "regression"
+    kind, things = "regression", "targets"
     scores: ClassVar = {
         "absolute_error": Score("absolute_error", "lower", "absolute error", "absolute error"),
         "squared_error": Score("squared_error", "lower", "squared error", "squared error"),
@@ -328,7 +332,7 @@ class Regression(Task):
         return numbers.squeeze(1) if self.outputs == 1 else numbers
 
     def fault(self, y: Tensor) -> str:
-        return "" if bool(y.isfinite().all()) else "a label is not a finite number"
+        return "" if bool(y.isfinite().all()) else "is not a finite number"
 
     def _shift(self, like: Tensor) -> Tensor | float:
         return _constants(self.shift, like.dtype, like.device) if self.shift else 0.0
@@ -352,7 +356,7 @@ class NextToken(Task):
     whole text. Perplexity is e to the power of that mean.
     """
 
-    kind = "next_token"
+    kind, things = "next_token", "tokens"
     scores: ClassVar = {
         "accuracy": Score("accuracy", "higher", "accuracy (over tokens)", "accuracy"),
         "perplexity": Score("perplexity", "lower", "perplexity", "perplexity"),
@@ -360,17 +364,17 @@ class NextToken(Task):
 
     def losses(self, out: Tensor, y: Tensor, by: Any = Losses) -> Tensor:
         each = by.cross_entropy(out.flatten(0, 1), y.clamp_min(0).flatten()).reshape(y.shape)
-        return _mean_of_counted(each, y)
+        counted = (y != IGNORED).to(each.dtype)
+        return (each * counted).sum(1) / counted.sum(1).clamp_min(1)
 
     def rates(self, out: Tensor, y: Tensor) -> dict[str, Tensor]:
-        right = (out.argmax(-1) == y).to(out.dtype)
-        return {"loss": self.losses(out, y), "accuracy": _mean_of_counted(right, y)}
-
-    def weights(self, y: Tensor) -> Tensor:
-        return (y != IGNORED).sum(1)
+        tokens = (y != IGNORED).sum(1).to(out.dtype)
+        right = (out.argmax(-1) == y).sum(1).to(out.dtype)  # no output is IGNORED
+        return {"loss": self.losses(out, y) * tokens, "accuracy": right, "tokens": tokens}
 
     def finish(self, means: dict[str, Tensor]) -> dict[str, Tensor]:
-        return means | {"perplexity": means["loss"].exp()}
+        loss, accuracy = (means[name] / means["tokens"] for name in ("loss", "accuracy"))  # 0 / 0: no tokens, no score
+        return {"loss": loss, "accuracy": accuracy, "perplexity": loss.exp()}
 
     def predicted(self, out: Tensor) -> Tensor:
         return out.argmax(-1)
@@ -379,12 +383,7 @@ class NextToken(Task):
         counted = y[y != IGNORED]
         if not len(counted) or not self.outputs or (int(counted.min()) >= 0 and int(counted.max()) < self.outputs):
             return ""
-        return f"a label is neither {IGNORED} nor one of the {self.outputs} tokens, which are numbered from 0"
-
-
-def _mean_of_counted(each: Tensor, y: Tensor) -> Tensor:
-    counted = (y != IGNORED).to(each.dtype)
-    return (each * counted).sum(1) / counted.sum(1).clamp_min(1)
+        return f"is neither {IGNORED} nor one of the {self.outputs} tokens"
 
 
 KINDS: dict[str, type[Task]] = {task.kind: task for task in (Classification, Binary, Multilabel, Regression, NextToken)}

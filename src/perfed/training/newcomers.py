@@ -209,6 +209,10 @@ def visited(method: Method, server: Any) -> Method:
 
     @dataclasses.dataclass(frozen=True)
     class Visited(kind):
+        @property
+        def one_for_all(self) -> bool:
+            return False  # each has its own beside the general one
+
         def init_server(self, _clients: int, /) -> Any:
             return server
 
