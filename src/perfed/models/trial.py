@@ -47,6 +47,8 @@ def refuse_unfit(make: Make, name: str, clients: Clients, dtype: torch.dtype = t
             with torch.no_grad():
                 logits = net.to(dtype).eval()(batch.x[:1])
             drawn = [] if _random_states() == before else ["evaluation"]
+        except Problem:
+            raise
         except Exception as error:
             raise _unfit(name, clients, error) from error
         if not isinstance(logits, Tensor) or logits.shape != (1, clients.classes):

@@ -170,6 +170,17 @@ def _of_client(run: Run, method: str, id: int) -> dict[str, Any]:
     return {PERSONAL: scores[PERSONAL], **scores}
 
 
+def _labels(run: Run, client: dict[str, Any]) -> list[str]:
+    """Say what the outputs are, and how many samples a client has of each class, or of what stands for classes."""
+    counts, known = client.get("labels", {}), (run.about.get("partition") or {}).get("strata")
+    several = lambda words: ", ".join(words[:LABELS]) + f" and {len(words) - LABELS} more" * (len(words) > LABELS)
+    each = lambda names: several([f"{name} ({counts.get(name, 0)})" for name in names])
+    if known is None:
+        return [f"labels, in the order of the outputs, and this client's samples of each: {each(run.labels)}"]
+    mixed = [f"this client's samples by {known['rule']}: {each(known['names'])}"] if len(known["names"]) > 1 else []
+    return [f"outputs, in their order: {several(run.labels)}", *mixed]
+
+
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
@@ -186,13 +197,10 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     prepared = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
-    names = run.labels
-    labels = ", ".join(f"{label} ({client.get('labels', {}).get(label, 0)})" for label in names[:LABELS])
-    labels += f" and {len(names) - LABELS} more" * (len(names) > LABELS)
     return (
         f"# Model of client `{name}`, trained with {visible(summary['title'])}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
-        f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
+        + "".join(f"- {plain_text(line)}\n" for line in _labels(run, client))
         + "".join(f"- {line}\n" for line in prepared)
         + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"{shares} on this client's own samples, {when}:\n\n"

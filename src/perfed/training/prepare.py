@@ -29,6 +29,7 @@ from perfed.data import load
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
+from perfed.data.strata import stratum_counts, stratum_names
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
 from perfed.models import build, suits
@@ -76,8 +77,8 @@ class Experiment:
 
 
 def training_labels(clients: Clients) -> list[int]:
-    """Count the training samples of each class, of all clients together: sums of what each of them counts."""
-    return torch.bincount(clients.train.y.cpu(), minlength=clients.classes).tolist()
+    """Count the training samples of each class (or what stands for it), of all clients together."""
+    return stratum_counts(clients, "train").sum(axis=0).tolist()
 
 
 def class_weights(run: RunConfig, counts: Sequence[int]) -> tuple[float, ...] | None:
@@ -151,9 +152,9 @@ def prepare(config: Config) -> Experiment:
     device = pick_device(config.run.device)
     clients = load_clients(config.data, config.run.seed)
     _refuse_without_scores(config.run, clients)
-    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
+    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape, clients.task.kind))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
-    data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
+    data = dataclasses.replace(data, normalise=resolve(data, clients.shape), task=clients.task.kind)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network, notices = build(model, clients, config.run.precision), clients.notices
@@ -276,11 +277,11 @@ def describe(clients: Clients) -> dict[str, Any]:
         for tensor in (clients.split(name).x, clients.split(name).y):
             digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = []
-    names, counts = class_names(clients), _label_counts(clients, *SPLITS)
+    names, counts = stratum_names(clients), stratum_counts(clients, *SPLITS)
     for id, name in enumerate(clients.names):
         sizes = {split: clients.split(split).size[id] for split in SPLITS}
         listed.append({"name": name, **sizes, "labels": {}})
-    for (id, label), count in zip(counts.nonzero().tolist(), counts[counts > 0].tolist(), strict=True):
+    for (id, label), count in zip(np.argwhere(counts).tolist(), counts[counts > 0].tolist(), strict=True):
         listed[id]["labels"][names[label]] = count
     return {
         "shape": list(clients.shape),
@@ -301,6 +302,8 @@ def describe(clients: Clients) -> dict[str, Any]:
 
 def about_inputs(clients: Clients) -> str:
     """Say where training inputs are so large that no learning rate suits them; empty where none is."""
+    if clients.train.x.dtype == torch.int64:  # tokens
+        return ""
     x, largest, place = clients.train.x.flatten(1), 0.0, (0, 0)
     for first in range(0, len(x), AT_ONCE):
         piece = clients.ready(clients.train.x[first : first + AT_ONCE], torch.float64).flatten(1).abs()
@@ -317,7 +320,7 @@ def about_inputs(clients: Clients) -> str:
 
 def class_names(clients: Clients) -> list[str]:
     """Return what the classes are called: their numbers, where the data have no names."""
-    return list(clients.labels or map(str, range(clients.classes)))
+    return list(clients.labels or map(str, range(clients.task.outputs)))
 
 
 def known_labels(about: dict[str, Any]) -> list[str]:
@@ -325,22 +328,15 @@ def known_labels(about: dict[str, Any]) -> list[str]:
     return list(about["labels"] or map(str, range(about["classes"])))
 
 
-def _label_counts(clients: Clients, *splits: str) -> Tensor:
-    """Count the samples of each class that each client has in some splits together: [clients, classes]."""
-    total = torch.zeros(len(clients) * clients.classes, dtype=torch.int64)
-    for split in map(clients.split, splits):
-        owner = torch.arange(len(clients)).repeat_interleave(torch.tensor(split.size))
-        total += torch.bincount(owner * clients.classes + split.y.cpu(), minlength=len(total))
-    return total.view(len(clients), clients.classes)
-
-
 def _majority(clients: Clients) -> dict[str, Any]:
     """Say how far one class outnumbers the others among the test samples: what decides the headline of a run."""
-    counts = _label_counts(clients, "test").numpy()
+    if clients.task.kind not in ("classification", "binary"):
+        return {"label": "", "pooled": 0.0, "clients": 0}
+    counts = stratum_counts(clients, "test")
     most = int(counts.sum(axis=0).argmax())
     each = counts[:, most] / np.maximum(counts.sum(axis=1), 1)
     pooled = float(counts[:, most].sum() / counts.sum())
-    return {"label": class_names(clients)[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
+    return {"label": stratum_names(clients)[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
 
 
 def _numbers(tensor: Tensor | None) -> list[float] | None:

@@ -135,7 +135,9 @@ class ClientModel:
     def _rows(self, x: Any, preparation: Preparation, notice: Callable[[str], object]) -> np.ndarray:
         """Return rows of a table as `Preparation.apply` takes them."""
         data = self.run.config.data
-        values, notes = preparation.align(_records(x), "the input", (data.label_column, data.client_column))
+        records = _records(x)
+        apart = (*data.label_columns(records.columns or ()), data.client_column)
+        values, notes = preparation.align(records, "the input", apart)
         for note in notes:
             notice(note)
         return values
