@@ -90,11 +90,11 @@ def lines(clients: Clients) -> TextTable:
     for id, name in enumerate(clients.names):
         sizes = [str(clients.split(split).size[id]) for split in SPLITS]
         tail = [values[id] for values in extra.values()]
-        classes, distance = str(measures["classes"][id]), f"{measures['emd_per_client'][id]:.3f}"
-        rows.append((name, *sizes, classes, bar(train[id]), distance, *tail))
+        mix = (str(measures["classes"][id]), bar(train[id]), f"{measures['emd_per_client'][id]:.3f}")
+        rows.append((name, *sizes, *(mix if train.shape[1] > 1 else ()), *tail))
     known = strata_of(clients)
-    titles = (f"{known.what}s", f"training {known.what}s") if known else ("classes", "training labels")
-    return ("client", *SPLITS, *titles, "EMD", *extra), rows
+    titles = (f"{known.what}s", f"training {known.what}s", "EMD") if known else ("classes", "training labels", "EMD")
+    return ("client", *SPLITS, *(titles if train.shape[1] > 1 else ()), *extra), rows
 
 
 def label_table(clients: Clients) -> TextTable:
