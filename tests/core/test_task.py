@@ -50,6 +50,8 @@ def test_binary_is_a_label_alone():
     assert torch.equal(task.rates(out, y)["accuracy"], ((out[:, 0] > 0) == (y > 0)).double())
     assert task.predicted(out).shape == (20,)
     assert task.full(out, y, [20])["auc"].item() == pytest.approx(roc_auc_score(y, out[:, 0]))
+    slope = torch.func.grad(lambda z: task.losses(z, torch.ones(1)).sum())(torch.zeros(1, 1))
+    assert slope.item() == -0.5  # also where the formula has a kink
     assert task.losses(torch.tensor([[1000.0], [-1000.0]]), torch.tensor([1.0, 1.0])).tolist() == [0.0, 1000.0]
 
 

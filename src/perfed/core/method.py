@@ -217,6 +217,11 @@ class Method(ABC):
         self._refuse_no_theta(model)
         return self.model.apply(model, x)[0]
 
+    @classmethod
+    def has_own_predict(cls) -> bool:
+        """Return True if a model is more than a network with its theta, so that only this method predicts with it."""
+        return cls.predict is not Method.predict
+
     def _refuse_no_theta(self, model: Any) -> None:
         """Raise a Problem where a model is something else than a theta."""
         shape = (self.model.width,)

@@ -9,12 +9,13 @@ from typing import Any
 from rich.table import Table
 
 from perfed.core.errors import few
+from perfed.core.task import KINDS
 from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.engines.scores import PERSONAL
 from perfed.federation.faults import in_words
 from perfed.training.folder import preparation_of
-from perfed.training.results import METRICS, Run
+from perfed.training.results import Run
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 
@@ -29,17 +30,17 @@ def size(count: float) -> str:
 
 
 def score(value: float | None) -> str:
-    """Write an accuracy, or n/a where there were no samples."""
-    return "n/a" if value is None else f"{value:.3f}"
+    """Write a score, or n/a where there were no samples; large errors have fewer digits behind the point."""
+    return "n/a" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.5g}"
 
 
 def signed(value: float | None) -> str:
-    """Write a difference of accuracies."""
-    return "n/a" if value is None else f"{value:+.3f}"
+    """Write a difference of scores."""
+    return "n/a" if value is None else f"{value:+.3f}" if abs(value) < 100 else f"{value:+.5g}"
 
 
 HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
-SHOWN = {"accuracy": "accuracy", "balanced": "balanced accuracy", "f1": "F1", "auc": "AUC"}
+SHOWN = {name: score.heading for task in KINDS.values() for name, score in task.scores.items()}
 SCORES = 7  # of these columns say whose scores they are, and which
 NAMED = 3  # refused uploads that are named below a table
 LABELS = 20  # labels that a card names
@@ -139,17 +140,16 @@ def markdown(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def clients_csv(run: Run) -> str:
-    """Write a line for each client: its sizes, and every method's test accuracy."""
+    """Write a line for each client: its sizes, and every method's test score."""
     out = io.StringIO()
     write = csv.writer(out)
-    accuracy = {name: run.accuracies(name) for name in run.entries}
-    if run.headline != "accuracy":
-        metric = METRICS[run.headline]
-        accuracy |= {f"{name} {metric}": run.scores(name, metric) for name in run.entries}
-    write.writerow(["client", "train", "val", "test", *accuracy])
+    columns = {name: run.scores(name, run.metric) for name in run.entries}
+    if run.judged != run.metric:
+        columns |= {f"{name} {run.judged}": run.scores(name, run.judged) for name in run.entries}
+    write.writerow(["client", "train", "val", "test", *columns])
     for id, client in enumerate(run.about["clients"]):
         sizes = [client[split] for split in ("train", "val", "test")]
-        scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in accuracy.values()]
+        scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in columns.values()]
         write.writerow([safe_cell(client["name"]), *sizes, *scores])
     return out.getvalue()
 
@@ -189,7 +189,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     models = [(entry, model, scores) for entry in run.entries for model, scores in _of_client(run, entry, id).items()]
     title = lambda entry, model: run.entries[entry].title + ("" if model == PERSONAL else f", {model}")
     rows = [
-        (title(entry, model), *(score(scores["test"].get(METRICS[key])) for key in shown))
+        (title(entry, model), *(score(scores["test"].get(run.task.scores[key].metric)) for key in shown))
         for entry, model, scores in models
     ]
     shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"

@@ -69,7 +69,9 @@ class Visit(Experiment):
     def method(self, entry: Entry) -> Method:
         """Return a method with its settings; the one that newcomers meet is `visited`."""
         count = len(self.run.about["clients"])
-        method = make_method(self.config, entry, self.network, count, class_weights=self.class_weights)
+        method = make_method(
+            self.config, entry, self.network, count, class_weights=self.class_weights, task=self.clients.task
+        )
         if entry.name != self.name or entry.name == BASELINE:
             return method
         return visited(method, self.run.folder.method(self.name).server())

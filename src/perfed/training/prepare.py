@@ -25,6 +25,7 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.core.task import Task
 from perfed.data import load
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
@@ -37,7 +38,7 @@ from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
 from perfed.training.engine import pick_device, pick_engine
-from perfed.training.folder import RunFolder
+from perfed.training.folder import RunFolder, task_of_run
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
@@ -68,7 +69,8 @@ class Experiment:
 
     def method(self, entry: catalog.Entry) -> Method:
         """Return a method with its settings."""
-        return make_method(self.config, entry, self.network, len(self.clients), self.device, self.class_weights)
+        about = {"class_weights": self.class_weights, "task": self.clients.task}
+        return make_method(self.config, entry, self.network, len(self.clients), self.device, **about)
 
     @cached_property
     def class_weights(self) -> tuple[float, ...] | None:
@@ -103,6 +105,7 @@ def make_method(
     clients: int,
     device: str = "cpu",
     class_weights: Sequence[float] | None = None,
+    task: Task | None = None,
 ) -> Method:
     """Make a method as a configuration describes it.
 
@@ -113,13 +116,15 @@ def make_method(
         clients: how many there are in all.
         device: where its tensors are.
         class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
+        task: what is learned; None: classes.
 
     Returns:
         The method, with a model of its own.
     """
     run = config.run
     dtype = getattr(torch, run.precision)
-    model = Model(network, head=config.model.head, dtype=dtype, device=device, class_weights=class_weights)
+    about = {"dtype": dtype, "device": device, "class_weights": class_weights, "task": task}
+    model = Model(network, head=config.model.head, **about)
     kind, settings = entry.load(), config.settings(entry)
     try:
         cohort = cohort_size(clients, run.participation)
@@ -193,8 +198,13 @@ def _refuse_without_scores(run: RunConfig, clients: Clients) -> None:
     for setting, wanted in (("patience", run.patience > 0), ("save_round = best", run.save_round == "best")):
         if wanted and not len(clients.val.y):
             raise Problem(f"run.{setting} needs validation samples, and no client has one: set data.val above 0")
-    if run.scores == "none" and run.headline not in ("auto", "accuracy"):
+    task = clients.task
+    if run.headline not in ("auto", *task.scores):
+        raise Problem(f"run.headline = {run.headline} is no score of {task.in_words}: it has {', '.join(task.scores)}")
+    if run.scores == "none" and run.headline != "auto" and task.scores[run.headline].metric in task.whole:
         raise Problem(f"run.headline = {run.headline} needs scores that run.scores = none leaves out")
+    if run.class_weights != "none" and task.kind != "classification":
+        raise Problem(f"run.class_weights = {run.class_weights} weighs classes, and the task is {task.kind}")
     if run.save_round == "best" and run.save_models == "none":
         raise Problem("run.save_round = best has nothing to save with run.save_models = none")
 
@@ -286,7 +296,9 @@ def describe(clients: Clients) -> dict[str, Any]:
     return {
         "shape": list(clients.shape),
         "classes": clients.classes,
+        "task": clients.task.plain(),
         "image": clients.train.x.dtype == torch.uint8,
+        "tokens": clients.train.x.dtype == torch.int64,
         "mean": _numbers(clients.mean),
         "std": _numbers(clients.std),
         "labels": clients.labels and list(clients.labels),
@@ -326,6 +338,23 @@ def class_names(clients: Clients) -> list[str]:
 def known_labels(about: dict[str, Any]) -> list[str]:
     """Return what a run's classes are called, of what `describe` said about its clients."""
     return list(about["labels"] or map(str, range(about["classes"])))
+
+
+def headline(run: RunConfig, about: dict[str, Any]) -> str:
+    """Return the name of the score that a run's methods are judged by, a key of its task's `scores`.
+
+    Where the run does not name it, another one if more than 80 % of all test samples are alike (of classes balanced
+    accuracy, of labels AUC).
+
+    Args:
+        run: the run's settings.
+        about: its clients, as its folder describes them.
+    """
+    task = task_of_run(about)
+    if run.headline != "auto":
+        return run.headline
+    uneven = task.uneven and run.scores != "none" and about.get("majority", {"pooled": 0.0})["pooled"] > MAJORITY
+    return task.uneven if uneven else task.headline
 
 
 def _majority(clients: Clients) -> dict[str, Any]:
