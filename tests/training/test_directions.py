@@ -96,6 +96,18 @@ def test_the_headline_may_be_a_score_of_all_outputs(tmp_path):
     assert run.result("fedavg")["best"]["validation"] == pytest.approx(np.nanmean(curve.val, axis=1).max())
 
 
+def test_rare_labels_make_auc_the_headline(tmp_path):
+    small = dict(rounds=2, epochs=1, clients=4, engine="sequential", model="linear", scores="last")
+    run = perfed.run("fedavg", data="synthetic-multilabel", out=tmp_path / "run", **small)
+    y = run.about["majority"]
+    assert y["label"] in ("absent", "there")
+    judged = "auc" if y["pooled"] > 0.8 else "accuracy"
+    assert run.judged == judged
+    lines = [json.loads(line) for line in (run.path / "fedavg" / "metrics.jsonl").read_text().splitlines()]
+    rounds = {line["round"] for line in lines if "auc" in line["personal"]["val"]}
+    assert rounds == ({1, 2} if judged == "auc" else {2})
+
+
 def test_tune_looks_for_the_lowest_error(tmp_path, monkeypatch, capsys):
     words = ["tune", "fedavg", "--grid", "lr=0.0001,0.02", "--data", "diabetes", "--clients", "4", "--model", "linear"]
     words += ["--rounds", "3", "--epochs", "1", "--out", str(tmp_path / "tune"), "--json"]

@@ -358,14 +358,22 @@ def headline(run: RunConfig, about: dict[str, Any]) -> str:
 
 
 def _majority(clients: Clients) -> dict[str, Any]:
-    """Say how far one class outnumbers the others among the test samples: what decides the headline of a run."""
-    if clients.task.kind not in ("classification", "binary"):
+    """Say how far one class outnumbers the others among the test samples: what decides the headline of a run.
+
+    Of several labels it is said how many are there, and how many are not.
+    """
+    kind, names = clients.task.kind, ["absent", "there"]
+    if kind in ("classification", "binary"):
+        counts, names = stratum_counts(clients, "test"), stratum_names(clients)
+    elif kind == "multilabel":
+        there = np.array([int(y.sum()) for y in clients.test.y.cpu().split(list(clients.test.size))])
+        counts = np.stack([np.array(clients.test.size) * clients.task.outputs - there, there], 1)
+    else:
         return {"label": "", "pooled": 0.0, "clients": 0}
-    counts = stratum_counts(clients, "test")
     most = int(counts.sum(axis=0).argmax())
     each = counts[:, most] / np.maximum(counts.sum(axis=1), 1)
     pooled = float(counts[:, most].sum() / counts.sum())
-    return {"label": stratum_names(clients)[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
+    return {"label": names[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
 
 
 def _numbers(tensor: Tensor | None) -> list[float] | None:

@@ -271,7 +271,10 @@ class Run:
         if self._accuracy_says_little:
             pooled = f"{majority['pooled']:.1%} of all test samples"
             many = f"more than {MAJORITY:.0%} of those of {majority['clients']} of {len(self.about['clients'])} clients"
-            parts.append(f"'{majority['label']}' is the label of {pooled} and of {many}: accuracy alone says little")
+            alike = f"'{majority['label']}' is the label of {pooled} and of {many}"
+            if self.task.kind == "multilabel":
+                alike = f"{majority['pooled']:.1%} of all labels of test samples are {majority['label']}"
+            parts.append(f"{alike}: accuracy alone says little")
         if self.headline != "accuracy":
             less = ", of which less is better: a gain is what it falls by" if self.sign < 0 else ""
             title = self.task.scores[self.headline].title
