@@ -206,11 +206,11 @@ def _search(grid: dict[str, list[Any]], score: Callable[[Settings], Score], tria
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     for _ in range(trials):
         trial = study.ask()
-        found = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
-        if found["validation"] is None:
+        trial_score = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
+        if trial_score["validation"] is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
-            study.tell(trial, found["sign"] * found["validation"])
+            study.tell(trial, trial_score["sign"] * trial_score["validation"])
 
 
 def _write(out: Path, about: dict[str, Any]) -> None:

@@ -237,8 +237,8 @@ class Run:
 
         Where the run does not name it, balanced accuracy if more than 80 % of all test samples are of one class.
         """
-        name = headline(self.config.run, self.about)
-        return name if self.config.run.headline != "auto" or self._has_all_scores else self.task.headline
+        name, usual = headline(self.config.run, self.about), self.task.headline
+        return name if self.config.run.headline != "auto" or name == usual or self._has_all_scores else usual
 
     @property
     def columns(self) -> list[str]:
