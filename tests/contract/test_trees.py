@@ -3,7 +3,6 @@
 import pytest
 
 from perfed.contract import checks, runner, toy
-from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.training.catalog import find
@@ -27,7 +26,7 @@ class Blend(FedAvg):
     evaluates = "assembled"
 
     def init_client(self):
-        return self.model.init(self.seed)
+        return self.model.init(self.context.seed)
 
     def local(self, client, down, data):
         v = self.descend(client, data, stream=1)
@@ -72,9 +71,9 @@ def test_trees_learn_every_task(blend):
 
 def test_trees_on_recorded_steps(blend):
     pytest.importorskip("triton", reason="the fast engine needs Triton")
-    make, clients = toy.maker(blend), toy.toy_clients()
-    expected = checks.play(Sequential(Job(make(epochs=1), clients)), toy.COHORTS[:1])
-    recorded = Vectorised(Job(make(epochs=1), clients), fast=True, notice=pytest.fail)
+    make = toy.maker(blend)
+    expected = checks.play(Sequential(toy.job(make(epochs=1))), toy.COHORTS[:1])
+    recorded = Vectorised(toy.job(make(epochs=1)), fast=True, notice=pytest.fail)
     checks.compare(checks.play(recorded, toy.COHORTS[:1]), expected, "recorded")
 
 

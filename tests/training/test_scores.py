@@ -119,7 +119,7 @@ def test_every_engine_finds_the_same(name, engine):
 
 def test_runs_in_one_batch_find_the_same():
     make, clients = toy.maker(find("ditto"), "norm"), toy.toy_clients()
-    jobs = [Job(make(seed=seed), clients, seed=seed) for seed in (0, 3)]
+    jobs = [Job(make(), clients, seed=seed) for seed in (0, 3)]
     engine, alone = Vectorised(*jobs), [Federation(Vectorised(job)) for job in jobs]
     batched = [Federation(engine, run) for run in range(2)]
     step(batched)
