@@ -337,7 +337,7 @@ def class_names(clients: Clients) -> list[str]:
 
 def known_labels(about: dict[str, Any]) -> list[str]:
     """Return what a run's classes are called, of what `describe` said about its clients."""
-    return list(about["labels"] or map(str, range(about["classes"])))
+    return list(about["labels"] or map(str, range(task_of_run(about).outputs)))
 
 
 def headline(run: RunConfig, about: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from test_datasets import real
+from real_data import real
 
 from perfed.core.errors import Problem
 from perfed.core.task import IGNORED, Binary, Multilabel, NextToken, Regression
