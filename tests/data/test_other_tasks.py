@@ -328,11 +328,11 @@ def test_a_source_is_checked(y, task, sentence):
 def test_the_report_shows_bins():
     data = DataConfig(name="diabetes", clients=5, bins=4)
     clients = load(data, 0)
-    assert report.heading(clients, data).endswith("by 4 bins of 'progression', by quantiles")
+    assert report.heading(clients, data).endswith("by 4 bins of 'progression'")
     header, rows = report.lines(clients)
     assert header[4:6] == ("bins", "training bins")
     assert len(rows) == 5
     assert report.summary(clients)[0].startswith("bins     mean EMD")
     assert report.counts_csv(clients).startswith(f"client,part,{','.join(stratum_names(clients))}")
     assert set(report.pictures(clients, data)) == {"png", "svg"}
-    assert report.label_table(clients)[0][0] == "samples by 4 bins of 'progression', by quantiles"
+    assert report.label_table(clients)[0][0] == "samples by 4 bins of 'progression'"

@@ -67,14 +67,14 @@ def test_diabetes_from_the_command_line(monkeypatch, capsys, tmp_path):
     assert "bins per client 2-2" in told.out + told.err
     about = json.loads((out / "clients.json").read_text())
     assert about["task"]["kind"] == "regression"
-    assert about["partition"]["strata"]["rule"] == "6 bins of 'progression', by quantiles"
+    assert about["partition"]["strata"]["rule"] == "6 bins of 'progression'"
     assert sum(about["clients"][0]["labels"].values()) == sum(about["clients"][0][s] for s in ("train", "val", "test"))
     assert 'task = "regression"' in (out / "config.toml").read_text()
     run = perfed.load(out)
     assert run.config.data.task == "regression"
     card = (run.client("client_00", "ditto").path.parent / "card.md").read_text()
     assert "outputs, in their order: progression" in card
-    assert "this client's samples by 6 bins of 'progression', by quantiles" in card
+    assert "this client's samples by 6 bins of 'progression'" in card
     assert "numbers to predict standardised over all clients ('progression')" in (out / "report/summary.md").read_text()
 
 

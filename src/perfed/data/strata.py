@@ -79,12 +79,12 @@ def strata(task: str, y: np.ndarray, labels: tuple[str, ...] | None, bins: int) 
     names = labels or tuple(map(str, range(y.shape[-1] if y.ndim > 1 else 1)))
     if task == "multilabel":
         rarest = tuple(np.argsort((y > 0).sum(axis=0), kind="stable").tolist())
-        return Strata((*names, "none"), "label", "rarest label of a sample", rarest=rarest)
+        return Strata((*names, "none"), "label", "rarest label", rarest=rarest)
     if task == "regression":
         ends = _ends(_first(y), bins)
         edges = ["", *(f"{end:.4g}" for end in ends), ""]
         named = tuple(f"{low}..{high}" for low, high in pairwise(edges)) if ends else (ALIKE,)
-        return Strata(named, "bin", f"{len(named)} bins of '{names[0]}', by quantiles", ends)
+        return Strata(named, "bin", f"{len(named)} bins of '{names[0]}'", ends)
     return Strata((ALIKE,), "sample", "samples")
 
 
