@@ -184,6 +184,13 @@ def test_several_label_columns(tmp_path):
     assert np.corrcoef(units[:, 1], x[:, 1])[0, 1] > 0.999999
 
 
+def test_labels_that_few_have_are_said(tmp_path):
+    path = table(tmp_path / "t.csv", ["a", "b", "c"], lambda i, *_: [i % 3 == 0, i in (2, 4), 0])
+    notices = load(own(path, label_column="a,b,c"), 0).notices
+    assert "no sample has the label 'c'" in notices
+    assert any(line.startswith("a single client has the label 'b' (client 'c0', 2 samples)") for line in notices)
+
+
 def test_arrays_of_several_labels(tmp_path):
     x = DRAW.normal(size=(30, 3)).astype("float32")
     for name in ("a", "b"):

@@ -73,7 +73,8 @@ def test_diabetes_from_the_command_line(monkeypatch, capsys, tmp_path):
     run = perfed.load(out)
     assert run.config.data.task == "regression"
     card = (run.client("client_00", "ditto").path.parent / "card.md").read_text()
-    assert "outputs, in their order: progression" in card
+    (target,) = about["preparation"]["targets"]
+    assert f"order: progression = {target['std']:.6g} * output + {target['mean']:.6g}" in card
     assert "this client's samples by 6 bins of 'progression'" in card
     assert "numbers to predict standardised over all clients ('progression')" in (out / "report/summary.md").read_text()
 
@@ -120,6 +121,23 @@ def test_newcomers_with_few_numbers_are_read_as_the_run_was(town, tmp_path):
     made = perfed.personalise(run, tmp_path / "few.csv", out=tmp_path / "new")
     assert made.about["task"]["kind"] == "regression"
     assert made.about["preparation"]["targets"] == run.about["preparation"]["targets"]
+
+
+def test_a_model_file_says_what_its_outputs_are(town):
+    from safetensors import safe_open
+
+    with safe_open(town.client("lima").path, "pt") as file:
+        assert json.loads(file.metadata()["task"]) == town.about["task"]
+
+
+def test_runs_from_before_there_were_tasks_have_classes(tmp_path):
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=draw.normal(size=(240, 2)).astype("float32"), y=np.arange(240) % 120)
+    settings = {"data": "folder", "data_dir": str(tmp_path), "task": "classification", "val": 0, "baseline": False}
+    perfed.run("fedavg", out=tmp_path / "run", engine="sequential", **QUICK, **settings)
+    file = tmp_path / "run" / "config.toml"
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if not line.startswith("task =")))
+    assert perfed.load(tmp_path / "run").config.data.task == "classification"
 
 
 def test_several_labels(tmp_path):

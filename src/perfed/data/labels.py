@@ -67,7 +67,7 @@ def read_labels(tables: Sequence[Table], config: DataConfig) -> Labels:
     names = _names(tables, spelled, counts)
     number = {name: index for index, name in enumerate(names)}
     y = np.array([number[label] for labels in spelled for label in labels], dtype=np.int64)
-    return Labels(y, tuple(names), (*notices, *_of_single_clients(counts)))
+    return Labels(y, tuple(names), (*notices, *of_single_clients(counts)))
 
 
 def _spelled(table: Table) -> list[str]:
@@ -163,7 +163,7 @@ def _means(label: str) -> bool | str:
     return True if word in YES else False if word in NO else label
 
 
-def _of_single_clients(counts: dict[str, Counter[str]]) -> list[str]:
+def of_single_clients(counts: dict[str, Counter[str]]) -> list[str]:
     """Say which labels a single client has, where there are several clients."""
     owners: dict[str, list[str]] = {}
     for client, labels in counts.items():

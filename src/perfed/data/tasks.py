@@ -10,6 +10,7 @@ Where data.task does not say it:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import numpy as np
 from perfed.core.errors import Problem, few
 from perfed.core.task import IGNORED
 from perfed.data.config import DataConfig
-from perfed.data.labels import NO, YES, is_number, read_labels, spelling
+from perfed.data.labels import NO, YES, is_number, of_single_clients, read_labels, spelling
 from perfed.data.table import Table
 
 MOST_TOKENS = 100_000  # a larger vocabulary is a mistake
@@ -66,7 +67,8 @@ def read_told(tables: Sequence[Table], config: DataConfig) -> Told:
         return Told(task, *_columns(tables, config, _number), notices)
     if task == "multilabel":
         renames = config.renames()
-        return Told(task, *_columns(tables, config, lambda cell: _zero_or_one(renames.get(cell, cell))), notices)
+        y, outputs, names = _columns(tables, config, lambda cell: _zero_or_one(renames.get(cell, cell)))
+        return Told(task, y, outputs, names, (*notices, *_rare(tables, y, names)))
     labels = read_labels(tables, config)
     notices = (*notices, *labels.notices)
     if task == "classification":
@@ -103,7 +105,7 @@ def _guess(tables: Sequence[Table], config: DataConfig) -> tuple[str, tuple[str,
 
 def _columns(
     tables: Sequence[Table], config: DataConfig, read: Callable[[str], float | None]
-) -> tuple[np.ndarray, int, tuple[str, ...] | None]:
+) -> tuple[np.ndarray, int, tuple[str, ...]]:
     """Return labels [rows, labels], how many there are of a row, and their names.
 
     Args:
@@ -128,6 +130,17 @@ def _columns(
                 )
             rows.append(numbers)
     return np.array(rows, dtype=np.float64 if read is _number else np.float32), width, names
+
+
+def _rare(tables: Sequence[Table], y: np.ndarray, names: Sequence[str]) -> list[str]:
+    """Say which labels no sample has, and which a single client has."""
+    counts: dict[str, Counter[str]] = {}
+    ends = np.cumsum([len(table.y) for table in tables])
+    for table, mine in zip(tables, np.split(y, ends[:-1]), strict=True):
+        has = dict(zip(names, mine.sum(axis=0).astype(int).tolist(), strict=True))
+        counts.setdefault(table.client, Counter()).update({name: count for name, count in has.items() if count})
+    nowhere = [f"'{name}'" for name in names if not any(name in mine for mine in counts.values())]
+    return [*([f"no sample has the label {few(nowhere)}"] if nowhere else []), *of_single_clients(counts)]
 
 
 def _number(cell: str) -> float | None:

@@ -178,7 +178,10 @@ def _labels(run: Run, client: dict[str, Any]) -> list[str]:
     if known is None:
         return [f"labels, in the order of the outputs, and this client's samples of each: {each(run.labels)}"]
     mixed = [f"this client's samples by {known['rule']}: {each(known['names'])}"] if len(known["names"]) > 1 else []
-    return [f"outputs, in their order: {several(run.labels)}", *mixed]
+    names, targets = run.labels, (run.about.get("preparation") or {}).get("targets", ())
+    if targets:  # the network gives them standardised
+        names = [f"{target['name']} = {target['std'] or 1:.6g} * output + {target['mean']:.6g}" for target in targets]
+    return [f"outputs, in their order: {several(names)}", *mixed]
 
 
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:

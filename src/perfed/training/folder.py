@@ -98,6 +98,7 @@ def save_models(
         The SHA-256 of each file.
     """
     form = {} if preparation is None else {"preparation": json.dumps(preparation.plain())}
+    form |= {} if isinstance(model.task, Classification) else {"task": json.dumps(model.task.plain())}
     folder.make(home)
     digests = {}
     for name, tree in models.items():
@@ -221,8 +222,10 @@ class RunFolder(SettingsFolder):
         self.method = cache(self._method)
 
     def config(self) -> Config:
-        """Read the configuration as this version means it: perfed 0.1 knew no normalised tables."""
+        """Read the configuration as this version means it: perfed 0.1 knew no normalised tables, and one task."""
         config = super().config()
+        if config.data.task == "auto":  # which is never written
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="classification"))
         if config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1:
             return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
