@@ -10,6 +10,7 @@ from torch.func import grad, vmap
 from perfed.core.data import Plan, order_key, step_key
 from perfed.core.random import GOLDEN, derive, mix, shuffle
 from perfed.core.random import uniform as reference_uniform
+from perfed.core.task import Losses
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which comes for Linux")
 from perfed.accel import autotune, operators
@@ -234,6 +235,26 @@ def test_cross_entropy(classes):
     theirs = grad(lambda z, y, w: (F.cross_entropy(z, y, reduction="none") * w).sum())
     expected = [theirs(logits[c].double(), y[c], weight[c].double()) for c in range(CLIENTS)]
     assert far(actual, torch.stack(expected)) < 1e-5
+
+
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("loss", ["binary_cross_entropy", "squared_error"])
+def test_losses_that_are_means_over_outputs(loss, outputs):
+    operator, exact = getattr(operators, loss), getattr(Losses, loss)
+    z = (20 * normal(CLIENTS, 5, outputs)).index_fill(1, torch.tensor([0], device=DEVICE), 0.0)
+    y = (normal(CLIENTS, 5, outputs, seed=2) > 0).float()
+    weight = normal(CLIENTS, 5, seed=1)
+    assert far(vmap(operator)(z, y), vmap(exact)(z.double(), y.double())) < 1e-6
+    gradient = lambda loss: vmap(grad(lambda z, y, w: (loss(z, y) * w).sum()))
+    expected = gradient(exact)(z.double(), y.double(), weight.double())
+    assert far(gradient(operator)(z, y, weight), expected) < 1e-6
+    broken = vmap(operator)(z.index_fill(0, torch.tensor([1], device=DEVICE), torch.nan), y)
+    assert broken.isnan().all(1).tolist() == [client == 1 for client in range(CLIENTS)]
+
+
+def test_binary_cross_entropy_of_a_sure_prediction_is_not_rounded_to_zero():
+    z, y = torch.full((1, 1, 1), -40.0, device=DEVICE), torch.zeros(1, 1, 1, device=DEVICE)
+    assert vmap(operators.binary_cross_entropy)(z, y).item() == pytest.approx(math.exp(-40), rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 1500])

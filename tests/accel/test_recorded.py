@@ -54,6 +54,26 @@ def test_pictures_in_any_layout(last):
     assert checks.difference(actual.scores, expected.scores) < 1e-4
 
 
+@pytest.mark.parametrize("task", toy.TASKS, ids=lambda task: task.kind)
+def test_every_task_is_recorded_with_kernels(task, monkeypatch):
+    """The loss and its gradient are one node each, so that a step has as many launches as one of classification."""
+    called = []
+    for name in ("cross_entropy", "binary_cross_entropy", "squared_error"):
+        usual = getattr(operators, name)
+        monkeypatch.setattr(
+            operators, name, lambda *given, usual=usual, name=name: called.append(name) or usual(*given)
+        )
+    clients, build = toy.task_clients(task), toy.networks_of(task)[0]
+    make = lambda: FedAvg(Model(build, task=task), epochs=1, batch_size=5, lr=0.05)
+    refused = lambda notice: pytest.fail(notice)
+    expected = checks.play(Sequential(Job(make(), clients)), [(0, 1, 2)])
+    actual = checks.play(Vectorised(Job(make(), clients), fast=True, notice=refused), [(0, 1, 2)])
+    assert called
+    moved = (expected.server - make().init_server(2)).norm()
+    assert (actual.server - expected.server).norm() < 1e-4 * moved
+    assert checks.difference(actual.scores, expected.scores) < 1e-4
+
+
 def test_what_is_not_a_number_stays_so():
     nan = torch.tensor([[float("nan"), -1.0, 2.0]])
     for f in (

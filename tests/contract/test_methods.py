@@ -44,6 +44,11 @@ def test_engine_equals_sequential(entry, network, engine):
     checks.check_engines(entry, network, engine)
 
 
+@each_short_method
+def test_every_task_is_learned_or_refused_by_its_name(entry):
+    checks.check_tasks(entry)
+
+
 @pytest.mark.slow
 @each_method
 def test_compiled_equals_plain(entry):

@@ -148,7 +148,7 @@ MISTAKES = {
             return {"personal": down.shared, "head": self.model.head.take(down.shared)}
         """,
         RUNS,
-        r"Planted.personalise returns 'head' of shape \(27,\): a theta is a tensor of shape \(84,\)",
+        r"Planted.personalise must return theta, a tensor of shape \(84,\), or a dict of thetas .* not shape \(27,\)",
     ),
     "a client's state that changes its form": (
         "FedAvg",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_data import real
 
 from perfed.core.errors import Problem
 from perfed.data import catalog, load, npz, sources
@@ -25,17 +25,6 @@ from perfed.data.sources.mnist_usps import resized
 from perfed.data.split import divide
 from perfed.report.partition import heading
 from perfed.training.config import from_dict
-
-
-def real(file):
-    """The folder with real data files, or a skip."""
-    root = Path(__file__).resolve().parents[2]
-    places = [Path(os.environ["PERFED_DATA"])] if "PERFED_DATA" in os.environ else []
-    places += [root / "shared" / "data", root.parent / "shared" / "data"]
-    for place in places:
-        if (place / file).is_file():
-            return str(place)
-    return pytest.skip(f"{file} is in no data folder")
 
 
 def rows(split, i):

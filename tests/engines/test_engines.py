@@ -15,8 +15,10 @@ from perfed.core.clients import Clients, Split
 from perfed.core.data import CHUNK, Plan
 from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Up, Uploads
+from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.random import derive, shuffle, uniform
+from perfed.core.task import Regression
 from perfed.engines.base import EvaluationRequest, Job
 from perfed.engines.local import ClientData, Sequential
 from perfed.engines.vectorised import Vectorised
@@ -210,18 +212,69 @@ def test_a_shared_model_is_scored_as_if_client_by_client(engine, sizes):
     assert scores["personal"]["test"]["loss"].isnan().tolist() == [size == 0 for size in sizes]
 
 
-def test_what_is_not_one_model_is_scored_client_by_client(clients):
-    @dataclass(frozen=True)
-    class Scored(FedAvg):
-        def score(self, batch, models):
-            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
-
+def test_what_is_not_one_model_is_scored_client_by_client():
     model = Model(plain_net, dtype=torch.float64)
     assert FedAvg(model).one_for_all
-    assert not any(method.one_for_all for method in (FedAvg(model, fine_tune=1), Local(model), Scored(model)))
-    assert (
-        Federation(Sequential(Job(Scored(model), clients))).evaluate()["personal"]["test"]["loss"].tolist() == [7.0] * 5
-    )
+    assert not any(method.one_for_all for method in (FedAvg(model, fine_tune=1), Local(model)))
+
+
+@dataclass(frozen=True)
+class Neighbours(FedAvg):
+    """Predicts with a network and a table of the client's own samples: a tree that is no theta."""
+
+    def first(self, batch, _):
+        weight = torch.ones_like(batch.x[:, 0]) if batch.weight is None else batch.weight
+        return (weight[:, None] * batch.x).sum(0) / weight.sum()
+
+    def personalise(self, client, down, data):
+        return {"personal": {"theta": down.shared, "mean": data.mean(self.first)}, "global": (down.shared, [])}
+
+    def predict(self, model, x):
+        if isinstance(model, tuple):
+            return self.model.apply(model[0], x)[0]
+        return self.model.apply(model["theta"], x - model["mean"])[0]
+
+    evaluates = "adapted"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_models_may_be_trees_that_a_method_predicts_with(engine, clients):
+    method = Neighbours(Model(plain_net, dtype=torch.float64), batch_size=5)
+    federation, saved = Federation(ENGINES[engine](Job(method, clients))), {}
+    federation.step()
+    scores = federation.evaluate(saved.__setitem__, full=True)
+    federation.engine.close()
+    for id, size in enumerate(clients.test.size):
+        rows = slice(clients.test.start[id], clients.test.start[id] + size)
+        x, y = clients.test.x[rows].double(), clients.test.y[rows]
+        mean = clients.train.x[clients.train.start[id] :][: clients.train.size[id]].double().mean(0)
+        assert torch.allclose(saved[id]["personal"]["mean"], mean)
+        out = method.model.apply(saved[id]["personal"]["theta"], x - mean)[0]
+        accuracy = (out.argmax(1) == y).double().mean()
+        assert scores["personal"]["test"]["accuracy"][id].item() == pytest.approx(accuracy.item())
+        full = method.model.task.full(out, y, [size])
+        assert scores["personal"]["test"]["macro_f1"][id].item() == pytest.approx(full["macro_f1"].item())
+
+
+def test_a_tree_needs_a_method_that_predicts_with_it(clients):
+    @dataclass(frozen=True)
+    class Silent(Neighbours):
+        def predict(self, model, x):
+            return Method.predict(self, model, x)
+
+    federation = Federation(Sequential(Job(Silent(Model(plain_net, dtype=torch.float64)), clients)))
+    with pytest.raises(Problem, match=r"not a dict of 'theta', 'mean': a model of another form needs a function `pred"):
+        federation.evaluate()
+    tuned = Federation(Sequential(Job(Neighbours(Model(plain_net, dtype=torch.float64), fine_tune=1), clients)))
+    with pytest.raises(Problem, match="must return theta"):
+        tuned.evaluate()
+
+
+def test_a_model_of_another_task_than_its_clients_is_refused(clients):
+    model = Model(plain_net, task=Regression(3))
+    words = r"the model learns regression of 3 targets, but its clients' labels are of classification of 3 classes"
+    with pytest.raises(Problem, match=words):
+        Sequential(Job(FedAvg(model), clients))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -8,8 +8,10 @@ import torch
 from perfed import models
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
-from perfed.models import build, networks
+from perfed.core.task import IGNORED, Binary, Multilabel, NextToken, Regression
+from perfed.models import build, make_network, networks, suits
 from perfed.models.config import ModelConfig
+from perfed.models.trial import refuse_other_gradients, unbatchable
 
 
 def clients(shape, classes=10, dtype=torch.float32):
@@ -44,10 +46,57 @@ def test_mlp_width():
 
 @pytest.mark.parametrize("name", networks())
 def test_every_network_gives_logits_and_has_a_head(name):
-    model = build(ModelConfig(name=name), clients((3, 32, 32), 7))()
-    assert model(torch.rand(4, 3, 32, 32)).shape == (4, 7)
+    shape = (3, 32) if name in ("gru", "lstm") else (3, 32, 32)
+    model = build(ModelConfig(name=name), clients(shape, 7))()
+    assert model(torch.rand(4, *shape)).shape == (4, 7)
     assert [child for child, _ in model.named_children()][-1] == "head"
     assert model.get_submodule("head").out_features == 7
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+def test_recurrent_networks_read_series_and_tokens(name):
+    series = clients((3, 9), 7)
+    assert unbatchable(build(ModelConfig(name=name), series), series) == ""
+    network = make_network(ModelConfig(name=name), (9,), 7)()
+    tokens = torch.randint(7, (4, 9))
+    out = network(tokens)
+    assert out.shape == (4, 9, 7)
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 7  # what comes later is not known earlier
+    moved = (network(changed) != out).any(-1)
+    assert not moved[:, :5].any()
+    assert moved[:, 5:].all()
+    for shape in ((9,), (3, 9, 9)):
+        with pytest.raises(Problem, match=f"^model.name '{name}' (reads|needs) tokens .*or series"):
+            build(ModelConfig(name=name), clients(shape))
+
+
+@pytest.mark.parametrize("name", ["gru", "lstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tokens_stay_whole_numbers(name, dtype):
+    x = torch.randint(7, (3, 5))
+    split = Split(x, torch.where(x > 5, IGNORED, x), (3,))
+    talk = Clients(("a",), split, split, split, task=NextToken(7))
+    make = build(ModelConfig(name=name, hidden=4), talk, str(dtype).removeprefix("torch."))
+    assert unbatchable(make, talk, dtype) == ""
+    refuse_other_gradients(make, name, talk, dtype)
+
+
+@pytest.mark.parametrize("task", [Regression(2), Multilabel(2), Binary(1)], ids=lambda task: task.kind)
+def test_the_task_says_how_many_outputs(task, tmp_path):
+    y = torch.tensor([[0.0, 1.0], [1.0, 1.0]])[:, : task.outputs]
+    split = Split(torch.rand(2, 3), y, (2,))
+    people = Clients(("a",), split, split, split, task=task)
+    assert build(ModelConfig(), people)().head.out_features == task.outputs
+    (tmp_path / "net.py").write_text("from torch import nn\n\n\ndef net(shape, outputs):\n    return nn.Linear(3, 5)\n")
+    with pytest.raises(Problem, match=rf"one number for each of {task.outputs} .*: \(1, {task.outputs}\) for one"):
+        build(ModelConfig(name=f"{tmp_path / 'net.py'}:net"), people)
+
+
+def test_a_linear_network_is_one_layer():
+    assert count("linear", (60,), 10) == 610
+    assert suits((80,), "next_token") == "gru"
+    assert suits((10,), "regression") == "mlp"
 
 
 @pytest.mark.parametrize(("norm", "buffers"), [("batch", True), ("group", False)])

@@ -89,7 +89,7 @@ def test_clients_of_few_labels_each_are_not_a_rare_class():
     majority = describe(load_clients(config.data, 0))["majority"]
     assert majority["pooled"] < 0.2
     run = object.__new__(perfed.training.results.Run)
-    run.config, run.about = config, {"majority": majority, "clients": []}
+    run.config, run.about = config, {"classes": 10, "majority": majority, "clients": []}
     assert (run.headline, run.columns, run.why) == ("accuracy", [], "")
     assert headings(run) == HEADINGS
     assert on_terminal(run) == 9

@@ -13,9 +13,9 @@ import perfed
 from perfed.contract import checks, toy
 from perfed.core.clients import Clients, Split
 from perfed.core.data import CHUNK
+from perfed.core.full_scores import of_classes
 from perfed.core.model import Model
 from perfed.engines.base import Job
-from perfed.engines.f1_auc import full_scores
 from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.engines.workers import Workers
@@ -56,13 +56,13 @@ def test_scores_are_those_of_scikit_learn(classes, ties):
     draw = torch.Generator().manual_seed(classes)
     out, y = torch.randn(sum(SIZES), classes, generator=draw), torch.randint(classes, (sum(SIZES),), generator=draw)
     out = out.round() if ties else out
-    assert checks.difference(full_scores(out, y, SIZES), expected(out, y, SIZES)) < 1e-12
+    assert checks.difference(of_classes(out, y, SIZES), expected(out, y, SIZES)) < 1e-12
 
 
 def test_scores_by_hand():
     """One class never met and never predicted does not count; one predicted wrongly counts as 0."""
     out = torch.tensor([[3.0, 2.0, 0.0, 0.0], [3.0, 2.0, 1.0, 0.0]])
-    found = full_scores(out, torch.tensor([0, 1]), [2])
+    found = of_classes(out, torch.tensor([0, 1]), [2])
     assert found["macro_f1"].item() == pytest.approx((2 / 3 + 0) / 2)
     # The right outputs are 3 and 2; the wrong ones 3, 2, 1, 0, 0, 0: of 12 pairs, 5 + 1/2 and 4 + 1/2 are in order.
     assert found["auc"].item() == pytest.approx(10 / 12)
@@ -70,21 +70,21 @@ def test_scores_by_hand():
 
 def test_scores_of_extremes():
     out, y = torch.eye(3, dtype=torch.float64)[[0, 1, 2, 0]], torch.tensor([0, 1, 2, 0])
-    assert full_scores(out, y, [4])["auc"].item() == full_scores(out, y, [4])["macro_f1"].item() == 1.0
-    assert full_scores(-out, y, [4])["auc"].item() == 0.0
-    assert full_scores(out * 0, y, [4])["auc"].item() == 0.5
-    assert full_scores(out.where(out > 0, torch.nan), y, [1, 3])["auc"].isnan().all()
-    assert full_scores(out[:0], y[:0], [0, 0])["auc"].isnan().all()
+    assert of_classes(out, y, [4])["auc"].item() == of_classes(out, y, [4])["macro_f1"].item() == 1.0
+    assert of_classes(-out, y, [4])["auc"].item() == 0.0
+    assert of_classes(out * 0, y, [4])["auc"].item() == 0.5
+    assert of_classes(out.where(out > 0, torch.nan), y, [1, 3])["auc"].isnan().all()
+    assert of_classes(out[:0], y[:0], [0, 0])["auc"].isnan().all()
 
 
 def test_whoever_always_says_the_frequent_class_is_no_better_than_chance():
     """97 of 100 samples are of one class, and the network always prefers it: micro-averaged AUC looks like success."""
     y = (torch.arange(100) >= 97).long()
-    scores = full_scores(torch.tensor([[2.0, -2.0]]).expand(100, 2), y, [100])
+    scores = of_classes(torch.tensor([[2.0, -2.0]]).expand(100, 2), y, [100])
     assert scores["balanced_accuracy"].item() == scores["macro_auc"].item() == 0.5
     assert scores["macro_f1"].item() < 0.5
     assert scores["auc"].item() > 0.95
-    assert full_scores(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64), [4])["macro_auc"].isnan().all()
+    assert of_classes(torch.randn(4, 2), torch.zeros(4, dtype=torch.int64), [4])["macro_auc"].isnan().all()
 
 
 def trained(engine, rounds=2):
@@ -146,14 +146,19 @@ def test_clients_of_any_size(sizes, shared):
     assert checks.difference({k: found[k] for k in FULL}, expected(out, test.y, sizes)) < 1e-12
 
 
-def test_a_method_that_scores_in_its_own_way_keeps_to_it():
+def test_a_method_that_predicts_in_its_own_way_is_scored_by_that():
     @dataclass(frozen=True)
-    class Scored(FedAvg):
-        def score(self, batch, models):
-            return {name: {"loss": theta.sum() * 0 + 7, "accuracy": theta.sum() * 0} for name, theta in models.items()}
+    class Opposite(FedAvg):
+        def predict(self, model, x):
+            return -self.model.apply(model, x)[0]
 
-    engine = Sequential(Job(Scored(Model(toy.plain_net, dtype=torch.float64)), toy.toy_clients()))
-    assert set(Federation(engine).evaluate(full=True)["personal"]["test"]) == {"loss", "accuracy"}
+    model, clients = Model(toy.plain_net, dtype=torch.float64), toy.toy_clients()
+    usual, opposite = (
+        Federation(Sequential(Job(kind(model), clients))).evaluate(full=True)["personal"]["test"]
+        for kind in (FedAvg, Opposite)
+    )
+    assert torch.allclose(opposite["auc"], 1 - usual["auc"])
+    assert not torch.allclose(opposite["loss"], usual["loss"])
 
 
 # ---------------------------------------------------------------------- in a run

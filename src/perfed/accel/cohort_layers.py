@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
 
@@ -18,6 +17,7 @@ from perfed.accel.fused_layers import Conv
 from perfed.accel.kernels import conv, norm
 from perfed.core.functions import plain_draw
 from perfed.core.layers import Drop, Norm
+from perfed.core.task import Losses
 
 MOST_CHANNELS = 128  # of a convolution: more do not fit into a program's memory
 
@@ -34,7 +34,17 @@ def batched(*tensors: Tensor) -> bool:
 
 def cross_entropy(out: Tensor, y: Tensor) -> Tensor:
     """Return the loss of each sample."""
-    return operators.cross_entropy(out, y) if batched(out) else F.cross_entropy(out, y, reduction="none")
+    return (operators if batched(out) else Losses).cross_entropy(out, y)
+
+
+def binary_cross_entropy(out: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of each sample."""
+    return (operators if batched(out) else Losses).binary_cross_entropy(out, y)
+
+
+def squared_error(out: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of each sample."""
+    return (operators if batched(out) else Losses).squared_error(out, y)
 
 
 class CohortConv(Conv):

@@ -14,6 +14,7 @@ from perfed.accel import cpu_backward, fused_layers
 from perfed.core.functions import plain_draw
 from perfed.core.layers import Drop
 from perfed.core.model import Batch, Loss, Model, _Head
+from perfed.core.task import Classification
 
 Slot = tuple[dict[str, Any], str, Tensor]  # a module's dictionary, a key of it, and the network's own tensor there
 
@@ -40,7 +41,7 @@ class FastModel(Model):
         self._straight: dict[str, cpu_backward.Straight | None] = {}
         if fused:
             self._nets = {mode: fused_layers.rewrite(net, self.head_name) for mode, net in self._nets.items()}
-            for mode in ("eval", "train"):
+            for mode in ("eval", "train") if isinstance(self.task, Classification) else ():
                 self._straight[mode] = cpu_backward.straighten(self._nets[mode], self.shapes, self.P)
         self._cohort_layers: Any = None
         if kernels:
@@ -104,7 +105,7 @@ class FastModel(Model):
         return (self._cohort_layers.draw if self._cohort_layers else plain_draw)(like, key, salt, call, shape)
 
     def _losses(self, out: Tensor, y: Tensor) -> Tensor:
-        return self._cohort_layers.cross_entropy(out, y) if self._cohort_layers else super()._losses(out, y)
+        return self.task.losses(out, y, self._cohort_layers) if self._cohort_layers else super()._losses(out, y)
 
     def grad(
         self, theta: Tensor, batch: Batch, loss: Loss | None = None, train: bool = True

@@ -10,6 +10,8 @@ without Triton, takes PyTorch's own path, which is also what the tests compare w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +32,9 @@ _LIBRARY.define(
     "group_norm_grad(Tensor g, Tensor x, Tensor w, Tensor mean, Tensor scale, int groups) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define("uniform(Tensor key, int first, int second, int count) -> Tensor")
-_LIBRARY.define("cross_entropy(Tensor logits, Tensor y) -> Tensor")
-_LIBRARY.define("cross_entropy_grad(Tensor logits, Tensor y, Tensor g) -> Tensor")
+for _name in ("cross_entropy", "binary_cross_entropy", "squared_error"):
+    _LIBRARY.define(f"{_name}(Tensor out, Tensor y) -> Tensor")
+    _LIBRARY.define(f"{_name}_grad(Tensor out, Tensor y, Tensor g) -> Tensor")
 
 
 def _layer(numbers: list[int]) -> Layer:
@@ -58,6 +61,10 @@ _FUNCTIONS = {
     "group_norm_grad": norm.normalise_grad,
     "cross_entropy": loss.loss,
     "cross_entropy_grad": loss.loss_grad,
+    "binary_cross_entropy": partial(loss.mean_loss, kind=loss.LOGITS),
+    "binary_cross_entropy_grad": partial(loss.mean_loss_grad, kind=loss.LOGITS),
+    "squared_error": partial(loss.mean_loss, kind=loss.SQUARES),
+    "squared_error_grad": partial(loss.mean_loss_grad, kind=loss.SQUARES),
 }
 for _name, _function in _FUNCTIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
@@ -169,34 +176,39 @@ class _Uniform(_ForBlocks):
         return torch.ops.perfed.uniform(*_rows(info.batch_size, dims, key), first, second, count), 0
 
 
-class _CrossEntropy(_ForBlocks):
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*inputs)
+def _loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of each sample of one client, inside vmap, from outputs and labels."""
+    operator, gradient = getattr(torch.ops.perfed, name), getattr(torch.ops.perfed, f"{name}_grad")
 
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _CrossEntropyGrad.apply(*ctx.saved_tensors, g), None
+    class Gradient(_ForBlocks):
+        @staticmethod
+        def vmap(info: Any, dims: Any, out: Tensor, y: Tensor, g: Tensor) -> Any:
+            return gradient(*_rows(info.batch_size, dims, out, y, g)), 0
 
-    @staticmethod
-    def vmap(info: Any, dims: Any, logits: Tensor, y: Tensor) -> Any:
-        return torch.ops.perfed.cross_entropy(*_rows(info.batch_size, dims, logits, y)), 0
+    class Loss(_ForBlocks):
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Any:
+            return Gradient.apply(*ctx.saved_tensors, g), None
+
+        @staticmethod
+        def vmap(info: Any, dims: Any, out: Tensor, y: Tensor) -> Any:
+            return operator(*_rows(info.batch_size, dims, out, y)), 0
+
+    return Loss.apply
 
 
-class _CrossEntropyGrad(_ForBlocks):
-    @staticmethod
-    def vmap(info: Any, dims: Any, logits: Tensor, y: Tensor, g: Tensor) -> Any:
-        return torch.ops.perfed.cross_entropy_grad(*_rows(info.batch_size, dims, logits, y, g)), 0
+cross_entropy = _loss("cross_entropy")  # logits [n, classes] and classes [n] to [n]
+binary_cross_entropy = _loss("binary_cross_entropy")  # logits and labels [n, labels] to [n], their mean
+squared_error = _loss("squared_error")  # outputs and targets [n, targets] to [n], their mean
 
 
 def conv(x: Tensor, w: Tensor, b: Tensor | None, layer: Layer) -> Tensor:
     """Run a convolution layer for one client, inside vmap."""
     return _Conv.apply(x, w, b, tuple(int(n) for n in layer))[0]
-
-
-def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the loss of each sample of one client, inside vmap."""
-    return _CrossEntropy.apply(logits, y)
 
 
 def group_norm(x: Tensor, w: Tensor, b: Tensor, groups: int, eps: float) -> Tensor:

@@ -24,7 +24,7 @@ def compare(
     metrics: Annotated[bool, typer.Option("--metrics", help="Also spread, fairness, convergence and cost.")] = False,
     target: Annotated[
         float | None,
-        typer.Option(help="--metrics, and rounds, local epochs and bytes until this mean test accuracy.", min=0, max=1),
+        typer.Option(help="--metrics, and rounds, local epochs and bytes until this mean test accuracy (or error)."),
     ] = None,
     out: Out = None,
     json: Json = False,
@@ -33,8 +33,8 @@ def compare(
     """Compare several methods under several seeds: mean and deviation, gain over Local with a Wilcoxon test."""
     config = typed.config()
     refuse_taken(out)
-    if target is not None and math.isnan(target):
-        raise Problem("--target must be a number from 0 to 1, not nan")
+    if target is not None and not math.isfinite(target):
+        raise Problem(f"--target must be a number, not {target}")
     from perfed.studies.compare import Comparison  # imports torch
 
     comparison = Comparison.create(config, seeds, out, metrics, target)

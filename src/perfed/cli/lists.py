@@ -35,7 +35,8 @@ def list_(
     if kind not in KINDS:
         raise Problem(f"there is no list of '{kind}'{nearest(kind, KINDS)}")
     listed: Any = KINDS[kind]()
-    lines = [f"{name:<14} {meaning}" for name, meaning in listed.items()]
+    width = max(14, *map(len, listed))
+    lines = [f"{name:<{width}} {meaning}" for name, meaning in listed.items()]
     if json and kind == "methods":
         listed = [_details(entry) for entry in catalog.methods().values()]
     answer(json, {kind: listed}, lines)

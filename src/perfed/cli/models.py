@@ -22,15 +22,15 @@ def models(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List every client's model: its accuracy and its file. A file that is damaged or missing is named instead."""
+    """List every client's model: its score and its file. A file that is damaged or missing is named instead."""
     from perfed.api import load  # imports torch
     from perfed.report.tables import score
 
     opened = load(run)
     clients = opened.clients(method)
     count = opened.check() if check else opened.check([clients[0].method], thorough=False)
-    listed = [{"client": client.name, "accuracy": client.accuracy, "path": str(client.path)} for client in clients]
-    lines = (f"{client.name:<20} {score(client.accuracy):>6}   {client.path}" for client in clients)
+    listed = [{"client": client.name, opened.metric: client.score, "path": str(client.path)} for client in clients]
+    lines = (f"{client.name:<20} {score(client.score):>6}   {client.path}" for client in clients)
     about = {"run": str(run), "method": clients[0].method, "models": listed}
     if check:
         lines, about["checked"] = [*lines, f"{count} files are as they were written"], count
@@ -46,7 +46,7 @@ def predict(
     method: MethodOfRun = None,
     json: Json = False,
 ) -> None:
-    """Predict the classes of a file's samples with a client's model."""
+    """Predict the classes of a file's samples (or labels, numbers, tokens) with a client's model."""
     from perfed.api import load  # imports torch
     from perfed.data.records import Records
     from perfed.data.samples import read_records, read_samples
@@ -56,9 +56,10 @@ def predict(
     if isinstance(samples, Records) and samples.columns is None:
         console.print(f"{input} does not name its columns: they are taken as they stand", markup=False)
     predicted = chosen.predict(samples, lambda text: console.print(text, markup=False)).tolist()
-    names = [chosen.run.labels[number] for number in predicted]
+    named = chosen.run.task.kind == "classification"
+    names = [chosen.run.labels[number] if named else number for number in predicted]
     about = {"client": chosen.name, "method": chosen.method, "predictions": predicted, "labels": names}
-    answer(json, about, names)
+    answer(json, about, map(str, names))
 
 
 def personalise(
@@ -103,6 +104,6 @@ def personalise(
     console.print(rich_table(headings(made), lines(made), on_terminal(made)), soft_wrap=False)
     for line in remarks(made.summary()):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    accuracy = lambda client: score(client["personal"]["test"]["accuracy"])
-    told = [f"{client['client']:<20} {accuracy(client):>6}   {client['path']}" for client in listed]
+    shown = lambda client: score(client["personal"]["test"][made.metric])
+    told = [f"{client['client']:<20} {shown(client):>6}   {client['path']}" for client in listed]
     answer(json, None, ["", *told, "", f"report   {made.folder.report}"])

@@ -35,7 +35,7 @@ PANELS = {"data": "Data", "model": "Network", "run": "Run", "train": "Training"}
 # Parts of sections that would not fit a page.
 PARTS = {
     "Partition": "partition clients alpha cap classes_per_client share_low share_high power_law log_sigma min_samples "
-    "partition_seed split test val stratify rotate noise relabel relabel_by relabel_groups team_order",
+    "partition_seed bins split test val stratify rotate noise relabel relabel_by relabel_groups team_order",
     "Optimisation": "augment class_weights lr_schedule lr_step lr_decay lr_end server_optimizer server_rate "
     "server_momentum server_beta2 server_tau",
     "Engine": "engine workers block compile fast tf32 device precision state_memory",

@@ -56,7 +56,11 @@ def resume(
 def _print_heading(console: Console, experiment: Experiment, folder: Path) -> None:
     """Say what is trained, on what and where."""
     config, clients = experiment.config, experiment.clients
-    classes = [len(set(y.tolist())) for y in clients.train.y.cpu().split(list(clients.train.size))]
+    from perfed.data.strata import strata_of, stratum_counts  # imports numpy
+
+    known, kinds = strata_of(clients), (stratum_counts(clients, "train") > 0).sum(axis=1).tolist()
+    what = f"{known.what}s" if known else "classes"
+    mixed = f"{what} per client {min(kinds)}-{max(kinds)}  " if known is None or len(known.names) > 1 else ""
     partition = config.data.partition + (f" {config.data.alpha:g}" if config.data.partition == "dirichlet" else "")
     partition = " + ".join([partition, *(clients.partition or {}).get("skews", {})])
     sizes = clients.train.size
@@ -64,7 +68,7 @@ def _print_heading(console: Console, experiment: Experiment, folder: Path) -> No
     console.print(f"perfed {__version__}  {folder}  seed {config.run.seed}  {where}")
     console.print(
         f"data     {config.data.name}  {len(clients)} clients  {partition}  "
-        f"classes per client {min(classes)}-{max(classes)}  training samples {min(sizes)}-{max(sizes)}"
+        f"{mixed}training samples {min(sizes)}-{max(sizes)}"
     )
     if config.data.name == "folder":  # labels that several people have written
         from perfed.report.partition import label_table

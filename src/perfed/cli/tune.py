@@ -98,9 +98,11 @@ def _tasks_of_table(
 
 def _print_result(console: Console, result: dict[str, Any]) -> None:
     """Print what was tried, best first, and how to use it."""
-    for trial in sorted(result["tried"], key=lambda trial: -(trial["validation"] or 0)):
+    worst = float("-inf")
+    rank = lambda trial: worst if trial["validation"] is None else trial["sign"] * trial["validation"]
+    for trial in sorted(result["tried"], key=rank, reverse=True):
         score = "failed" if trial["validation"] is None else f"{trial['validation']:.4f}"
         console.print(f"{score}  " + "  ".join(f"{k} {v}" for k, v in trial["settings"].items()))
-    best = result["best"]["validation"]
-    console.print(f"\nbest validation accuracy {best:.4f} of {len(result['tried'])} tried")
+    best, metric = result["best"]["validation"], result["best"]["metric"].replace("_", " ")
+    console.print(f"\nbest validation {metric} {best:.4f} of {len(result['tried'])} tried")
     console.print(f"use      {result['use']}\nwritten  {'  '.join(result['files'])}\n")

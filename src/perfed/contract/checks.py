@@ -17,8 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perfed.contract.toy import CLASSES, COHORTS, disagreeing_clients, job, maker, networks, toy_clients
+from perfed.contract.toy import (
+    CLASSES,
+    COHORTS,
+    TASKS,
+    disagreeing_clients,
+    job,
+    maker,
+    networks,
+    task_clients,
+    task_maker,
+    toy_clients,
+)
 from perfed.core.clients import Clients
+from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.rates import Rates
 from perfed.core.tree import leaves
@@ -223,6 +235,21 @@ def check_options(entry: Entry, engine: str = "vectorised", optimizer: ServerOpt
         return play(trained, federation=Federation(trained, optimizer=optimizer))
 
     compare(outcome(JOBS[engine]), outcome(Sequential), f"{engine} with a schedule and clipping")
+
+
+def check_tasks(entry: Entry) -> None:
+    """Check that a method trains on every task, alike on two engines; or that it says which one it is not made for."""
+    for task in TASKS:
+        make = task_maker(entry, task)
+        if isinstance(make, Problem):
+            assert task.kind in str(make), f"it does not name the task that it refuses, {task.kind}: {make}"
+            continue
+        clients, once = task_clients(task), lambda engine: play(engine, COHORTS[:2])
+        expected = once(Sequential(job(make(epochs=1), clients)))
+        test = expected.scores["personal"]["test"]
+        assert test["loss"].isfinite().any(), f"no client has a loss in {task.in_words}"
+        if make().vectorised:
+            compare(once(Vectorised(job(make(epochs=1), clients))), expected, f"{task.in_words}, vectorised,")
 
 
 def check_saved(entry: Entry) -> None:

@@ -53,6 +53,7 @@ RULES = (
     Check("what is frozen stays so", rules.check_frozen, (SAME,)),
 )
 FOLLOWS = (
+    Check("every task is learned, or refused by its name", checks.check_tasks),
     Check("state survives saving and loading", checks.check_saved),
     Check("every hyper-parameter matters", settings.check_settings),
     Check(LEARNS, checks.check_learns),

@@ -76,11 +76,12 @@ class _Trial:
                     before = getattr(make(), name)
                     others = {other: getattr(changed, other) for other in self.entry.fields if other != name}
                     plain = make(**{**others, name: before})  # alike but for this setting
-                except Problem as problem:
+                    outcomes = self.outcome(changed, setting), self.outcome(plain, setting)
+                except Problem as problem:  # before it trains, or once it has models
                     refusals.append(str(problem))
                     continue
                 tried = True
-                if self.differ(self.outcome(changed, setting), self.outcome(plain, setting)):
+                if self.differ(*outcomes):
                     where = "".join(f", {other} = {value!r}" for other, value in setting.changed.items())
                     return Evidence(f"{name} = {value!r} in place of {before!r}{where}", True)
             if refusals and not tried:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perfed.core.task import Classification, Task
+
 SPLITS = ("train", "val", "test")
 
 
@@ -17,8 +19,8 @@ SPLITS = ("train", "val", "test")
 class Split:
     """Hold the samples of all clients one after another: client i owns rows start[i] to start[i] + size[i]."""
 
-    x: Tensor  # [rows, ...], float32, or uint8 for images
-    y: Tensor  # [rows], int64
+    x: Tensor  # [rows, ...], float32, uint8 for images, or int64 for tokens
+    y: Tensor  # [rows, ...], as the task has it: see perfed.core.task; classes are int64 [rows]
     size: tuple[int, ...]
 
     @cached_property
@@ -44,21 +46,22 @@ class Clients:
     Attributes:
         names: one for each client.
         train, val, test: the splits.
-        classes: number of classes.
+        classes: number of classes; 0 where the task is not classification.
         mean, std: of each channel of uint8 images, which become (x / 255 - mean) / std; None: x / 255.
-        labels: names of the classes, where the data have them.
+        labels: names of the classes (of labels, targets or tokens in another task), where the data have them.
         columns: names of the columns, in a table.
         partition: how the clients came about and how uneven they are, in plain values.
         notices: sentences that are said before a run begins: what was done to the data, and what looks wrong with them.
         preparation: how rows of a table became these samples, in plain values.
         augment: what happens to the training images of a batch, see `core.augment`; never to those of an exact mean.
+        task: what is learned; by default classification of `classes` classes.
     """
 
     names: tuple[str, ...]
     train: Split
     val: Split
     test: Split
-    classes: int
+    classes: int = 0
     mean: Tensor | None = None
     std: Tensor | None = None
     labels: tuple[str, ...] | None = None
@@ -67,6 +70,11 @@ class Clients:
     notices: tuple[str, ...] = ()
     preparation: dict[str, Any] | None = None
     augment: str = "none"
+    task: Task = None  # pyright: ignore[reportAssignmentType] (`__post_init__` sees to it)
+
+    def __post_init__(self) -> None:
+        if self.task is None:
+            object.__setattr__(self, "task", Classification(self.classes))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -81,9 +89,9 @@ class Clients:
         return tuple(self.train.x.shape[1:])
 
     def ready(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows of x as a network wants them: of its `dtype`, images normalised."""
+        """Return rows of x as a network wants them: of its `dtype`, images normalised; tokens stay whole numbers."""
         if x.dtype != torch.uint8:
-            return x.to(dtype)
+            return x if x.dtype == torch.int64 else x.to(dtype)
         x = x.to(dtype).div_(255)  # a copy already, so the rest is done in place
         return x if self.mean is None or self.std is None else x.sub_(self.mean.to(dtype)).div_(self.std.to(dtype))
 

@@ -139,13 +139,7 @@ class Method(ABC):
     @property
     def one_for_all(self) -> bool:
         """Return True if all clients predict with one model, so that an evaluation may score their samples together."""
-        usual = type(self).models is Method.models and type(self).score is Method.score
-        return self.evaluates == "global" and not self.fine_tune and usual
-
-    @property
-    def usual(self) -> bool:
-        """Return True if a prediction is the largest output of one model, so that outputs are enough for any score."""
-        return type(self).rate is Method.rate and type(self).score is Method.score
+        return self.evaluates == "global" and not self.fine_tune
 
     # ------------------------------------------------------------------ the six functions
 
@@ -206,7 +200,7 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def personalise(self, client: State, down: Down, data: Data, /) -> Tensor | dict[str, Tensor]:
+    def personalise(self, client: State, down: Down, data: Data, /) -> Any:
         """Make the model that ONE client predicts with; pure, and run under vmap.
 
         Args:
@@ -215,8 +209,43 @@ class Method(ABC):
             data: the client's samples.
 
         Returns:
-            Theta, or a dict of thetas whose headline is 'personal'.
+            A model, or a dict of models whose headline is 'personal'. A model is a theta, or any tree of tensors that
+            `predict` knows how to predict with.
         """
+
+    def predict(self, model: Any, x: Tensor, /) -> Tensor:
+        """Return the outputs of a model for some samples; by default those of the network with a theta.
+
+        Scores, saved models and `perfed predict` follow from it.
+
+        Args:
+            model: what `personalise` returned, one of them where it returned several.
+            x: inputs [samples, ...].
+
+        Returns:
+            Outputs [samples, ...], as the task has them: see perfed.core.task.
+        """
+        self._refuse_no_theta(model)
+        return self.model.apply(model, x)[0]
+
+    @classmethod
+    def has_own_predict(cls) -> bool:
+        """Return True if a model is more than a network with its theta, so that only this method predicts with it."""
+        return cls.predict is not Method.predict
+
+    def _refuse_no_theta(self, model: Any) -> None:
+        """Raise a Problem where a model is something else than a theta."""
+        shape = (self.model.width,)
+        if isinstance(model, Tensor) and model.shape == shape:
+            return
+        if isinstance(model, dict):
+            kind = f"a dict of {', '.join(map(repr, model))}"
+        else:
+            kind = f"shape {tuple(model.shape)}" if isinstance(model, Tensor) else type(model).__name__
+        raise Problem(
+            f"{type(self).__name__}.personalise must return theta, a tensor of shape {shape}, or a dict of thetas with "
+            f"the key 'personal', not {kind}: a model of another form needs a function `predict`"
+        )
 
     def newcomer(self, server: State, /) -> Down:
         """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""
@@ -379,14 +408,9 @@ class Method(ABC):
         carry = (theta, self.start(theta))
         return data.fold(step, carry, given, epochs=epochs, steps=steps, stream=stream)[0]
 
-    def rate(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return loss and accuracy (1 or 0) of each of the `models` on every sample of a batch."""
-        out: dict[str, dict[str, Tensor]] = {}
-        for name, theta in models.items():
-            logits, _ = self.model.apply(theta, batch.x)
-            loss = torch.nn.functional.cross_entropy(logits, batch.y, reduction="none")
-            out[name] = {"loss": loss, "accuracy": (logits.argmax(-1) == batch.y).to(loss.dtype)}
-        return out
+    def rate(self, batch: Batch, models: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Return the task's numbers of each of the `models` on every sample of a batch, such as loss and accuracy."""
+        return {name: self.model.task.rates(self.predict(model, batch.x), batch.y) for name, model in models.items()}
 
     def at_rate(self, lr: float) -> Self:
         """Return this method with the learning rate `lr`, for a phase of its own."""
@@ -394,14 +418,14 @@ class Method(ABC):
         object.__setattr__(other, "lr", lr)  # frozen for everybody else
         return other
 
-    def score(self, batch: Batch, models: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Return mean loss and accuracy of each of the `models` on a batch."""
+    def score(self, batch: Batch, models: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+        """Return the means over a batch of what `rate` says of each of the `models`."""
         rates, weight = self.rate(batch, models), batch.weight
         if weight is None:
             return tree_map(lambda each: each.sum() / len(batch.y), rates)
         return tree_map(lambda each: (each * weight).sum() / weight.sum(), rates)
 
-    def models(self, client: State, down: Down, data: Data) -> dict[str, Tensor]:
+    def models(self, client: State, down: Down, data: Data) -> dict[str, Any]:
         """Return what is evaluated and saved for a client: its personal model, fine-tuned where that is asked for.
 
         Args:
@@ -410,25 +434,16 @@ class Method(ABC):
             data: the client's samples.
 
         Returns:
-            Name -> theta.
+            Name -> model.
         """
         own = self.personalise(client, down, data)
-        models = dict(own) if isinstance(own, dict) else {"personal": own}
-        self._refuse_other_models(models)
+        models: dict[str, Any] = dict(own) if isinstance(own, dict) and "personal" in own else {"personal": own}
+        if not leaves(own) or not all(isinstance(leaf, Tensor) for leaf in leaves(own)):
+            raise Problem(f"{type(self).__name__}.personalise must return tensors, alone or in dicts, tuples and lists")
         if self.fine_tune:
             models["before"] = models["personal"]
             models["personal"] = self.tuned(models["before"], client, down, data)
         return models
-
-    def _refuse_other_models(self, models: dict[str, Any]) -> None:
-        """Raise a Problem where `personalise` returned something else than thetas, one of them 'personal'."""
-        shape, name = (self.model.width,), f"{type(self).__name__}.personalise"
-        if "personal" not in models:
-            raise Problem(f"{name} must return theta, or a dict of thetas with the key 'personal', not {list(models)}")
-        for key, theta in models.items():
-            if not isinstance(theta, Tensor) or theta.shape != shape:
-                kind = f"shape {tuple(theta.shape)}" if isinstance(theta, Tensor) else type(theta).__name__
-                raise Problem(f"{name} returns '{key}' of {kind}: a theta is a tensor of shape {shape}")
 
     def tuned(self, theta: Tensor, client: State, down: Down, data: Data, /) -> Tensor:  # noqa: ARG002
         """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept.
@@ -442,4 +457,5 @@ class Method(ABC):
         Returns:
             The model after plain local training, or what a method does instead.
         """
+        self._refuse_no_theta(theta)
         return self.descend(theta, data, epochs=self.fine_tune, stream=FINE_TUNING)

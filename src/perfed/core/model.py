@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.func import functional_call, vmap
@@ -24,6 +23,7 @@ from torch.func import grad as functional_grad
 from perfed.core.errors import Problem
 from perfed.core.functions import Alike, plain_draw
 from perfed.core.layers import Drop, Norm, swap
+from perfed.core.task import Classification, Task
 from perfed.core.tree import outside_transformations
 
 ALIGN = 4
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     Attributes:
         x: inputs [samples, ...].
-        y: labels [samples].
+        y: labels [samples, ...], as the task has them: see perfed.core.task.
         weight: [samples], 0 for filling; None where every sample counts.
         key: what the random numbers of this step are drawn from.
         index: [samples], each one's number within the client's split, to look up what is known of it; filling has that
@@ -115,6 +115,7 @@ class Model:
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
         class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
         inputs: shape of a sample; engines say it, and `features` where nobody has.
+        task: what is learned: the loss of a sample, and what the outputs mean.
     """
 
     inputs: tuple[int, ...] | None = None
@@ -128,22 +129,28 @@ class Model:
         device: torch.device | str = "cpu",
         class_weights: Sequence[float] | None = None,
         apart: Collection[int] = (),
+        task: Task | None = None,
     ):
         """Make a model.
 
         Args:
-            build: makes the network, which returns logits [samples, classes]; called anew for every seed.
+            build: makes the network, which returns outputs as the task has them (logits [samples, classes]); called
+                anew for every seed.
             head: name of the module that is the head; empty: the last module with parameters.
             dtype: type of theta.
             device: where theta is.
             class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
             apart: lengths that theta must not have, for they are those of other models.
+            task: what is learned; None: classes.
         """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
                 "Model needs a function that builds the network (each seed starts from its own), not a network"
             )
         self.build, self.dtype, self.device = build, dtype, torch.device(device)
+        self.task = task or Classification()
+        if class_weights is not None and not isinstance(self.task, Classification):
+            raise Problem(f"only classes have weights in the loss, and the task is {self.task.kind}")
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, dtype=dtype, device=device)
         self._net = net = swap(self._fresh(seed=0)).to(self.device, dtype)
         frozen = [name for name, p in net.named_parameters() if not p.requires_grad]
@@ -256,7 +263,8 @@ class Model:
             apart: as for a new model.
         """
         weights = None if self.class_weights is None else self.class_weights.tolist()
-        return Model(build, dtype=self.dtype, device=self.device, class_weights=weights, apart=apart)
+        kind = {"dtype": self.dtype, "device": self.device, "class_weights": weights, "task": self.task}
+        return Model(build, **kind, apart=apart)
 
     # ------------------------------------------------------------------ from and to ordinary modules
 
@@ -444,7 +452,7 @@ class Model:
         return self._run("head", parts, z.unflatten(1, seen.representation), {}, None)
 
     def loss(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the mean cross-entropy of a batch, and theta with fresh statistics if `train`."""
+        """Return the mean of the task's loss over a batch, and theta with fresh statistics if `train`."""
         out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
         return average(self.by_class(self._losses(out, batch.y), batch.y), batch.weight), theta
 
@@ -456,12 +464,12 @@ class Model:
 
         Args:
             each: [samples], the losses.
-            y: [samples], the classes.
+            y: the labels: classes [samples], where they have weights.
         """
         return each if self.class_weights is None else each * self.class_weights[y]
 
     def _losses(self, out: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(out, y, reduction="none")
+        return self.task.losses(out, y)
 
     def grad(
         self, theta: Tensor, batch: Batch, loss: Loss | None = None, train: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from perfed.core.errors import Problem
 from perfed.data.catalog import check
 from perfed.data.config import DataConfig
 from perfed.discover import load_member
@@ -33,7 +34,9 @@ def load(config: DataConfig, seed: int, known: Mapping[str, Any] | None = None) 
     from perfed.data.pool import checked
     from perfed.data.split import assemble
 
-    pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name)
+    pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name, config.bins)
+    if config.task not in ("auto", pool.task):
+        raise Problem(f"data.task is for files of your own (data set 'folder'): '{config.name}' is {pool.task}")
     if config.split == "official":
         pool = in_parts(pool, config, seed)
     return assemble(pool, partition(pool, config, seed), config, seed, known)

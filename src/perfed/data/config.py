@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +27,7 @@ class DataConfig:
     power_law: float = hyper(1.2, "'powerlaw': sizes in proportion to rank^-a", at_least=0, at_most=20)
     log_sigma: float = hyper(2.0, "'lognormal': sizes in proportion to LogN(0, sigma)", at_least=0, at_most=20)
     min_samples: int = hyper(
-        10, "fewest samples of a client: 'dirichlet', 'powerlaw', 'lognormal', 'domains'", at_least=3
+        10, "fewest samples of a client: 'dirichlet', 'powerlaw', 'lognormal', 'domains', 'shakespeare'", at_least=3
     )
     partition_seed: int | None = hyper(None, "seed of the partition (default: run.seed)", at_least=0, at_most=2**31)
     split: Literal["client", "official"] = hyper("client", "split each client's samples, or keep the official test set")
@@ -34,6 +35,7 @@ class DataConfig:
     val: float = hyper(
         0.1, "share kept for validation: of a client's samples, or of official training", at_least=0, below=1
     )
+    bins: int = hyper(10, "regression: bins by quantiles that stand for classes where samples are dealt", at_least=2)
     stratify: bool = hyper(True, "give every class the same shares in training, validation and test")
     normalise: Literal["auto", "federated", "local", "channel", "half", "none"] = hyper(
         "auto", "tables: federated, local, none; images: channel, half, none, federated (auto: see docs/data.md)"
@@ -49,19 +51,29 @@ class DataConfig:
     client_column: str = hyper(
         "client", "column that names the client, in one table for all clients; '' is none: the file is one client"
     )
-    label_column: str = hyper("label", "column that holds the label, in CSV files")
+    label_column: str = hyper("label", "column that holds the label, in CSV files; several labels: a,b,c")
+    task: Literal["auto", "classification", "binary", "multilabel", "regression", "next_token"] = hyper(
+        "auto", "own files: what is to be told of a sample (auto: see docs/data.md)"
+    )
     labels: str = hyper("", "own files: what labels are called in place of what is written: yes=1,no=0")
     channels: Literal["auto", "first", "last"] = hyper(
         "auto", "own files: where images have their channels: [n, channels, h, w] or [n, h, w, channels]"
     )
+    sequence: int = hyper(80, "'shakespeare': characters of a sample", at_least=1, at_most=10_000)
     synthetic_a: float = hyper(0.5, "Synthetic(a, b): how much the clients' true models differ", at_least=0)
     synthetic_b: float = hyper(0.5, "Synthetic(a, b): how much the clients' inputs differ", at_least=0)
-    synthetic_samples: int = hyper(0, "'synthetic': samples of every client (0: log-normal sizes from 250)", at_least=0)
+    synthetic_samples: int = hyper(0, "synthetic data: samples of every client (0: sizes differ)", at_least=0)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task", str(self.task).replace("-", "_"))  # next-token for next_token
         checked(self, "data")
         for name in ("name", "partition"):  # two_words for two-words
             object.__setattr__(self, name, getattr(self, name).replace("_", "-"))
+
+    def label_columns(self, header: Sequence[str] = ()) -> list[str]:
+        """Return the columns that `label_column` names: one of them, where a header has it, or several, a,b,c."""
+        several = [] if self.label_column in header else [name.strip() for name in self.label_column.split(",")]
+        return several if len(several) > 1 else [self.label_column]
 
     def renames(self) -> dict[str, str]:
         """Return what `labels` says each label is called; anything but pairs old=new is a Problem."""

@@ -19,8 +19,8 @@ from perfed.data.table import Table
 
 MOST_CLASSES = 10_000  # a larger label is an id or a measurement by mistake
 NAMED = 5  # labels in an example
-_YES = frozenset({"1", "yes", "y", "true", "t", "positive", "pos", "present"})
-_NO = frozenset({"0", "no", "n", "false", "f", "negative", "neg", "absent"})
+YES = frozenset({"1", "yes", "y", "true", "t", "positive", "pos", "present"})
+NO = frozenset({"0", "no", "n", "false", "f", "negative", "neg", "absent"})
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W_])[\s_-]+(?=[^\W_])")
 
 
@@ -67,15 +67,16 @@ def read_labels(tables: Sequence[Table], config: DataConfig) -> Labels:
     names = _names(tables, spelled, counts)
     number = {name: index for index, name in enumerate(names)}
     y = np.array([number[label] for labels in spelled for label in labels], dtype=np.int64)
-    return Labels(y, tuple(names), (*notices, *_of_single_clients(counts)))
+    return Labels(y, tuple(names), (*notices, *of_single_clients(counts)))
 
 
 def _spelled(table: Table) -> list[str]:
     """Return a table's labels as text, whole numbers without a point: 1.0 is the label 1."""
-    return [_spelling(str(label)) for label in table.y.tolist()]
+    return [spelling(str(label)) for label in table.y.tolist()]
 
 
-def _spelling(label: str) -> str:
+def spelling(label: str) -> str:
+    """Return a label without spaces around it; a whole number without a point."""
     try:
         value = float(label)
     except ValueError:
@@ -83,7 +84,8 @@ def _spelling(label: str) -> str:
     return str(int(value)) if value == value // 1 else label.strip()
 
 
-def _is_number(label: str) -> bool:
+def is_number(label: str) -> bool:
+    """Return True if a label can be read as a number."""
     try:
         float(label)
     except ValueError:
@@ -94,7 +96,7 @@ def _is_number(label: str) -> bool:
 def _names(tables: Sequence[Table], spelled: Sequence[list[str]], counts: dict[str, Counter[str]]) -> list[str]:
     """Return the names of the classes; where all are numbers, they must be whole numbers from 0."""
     names = {label for labels in counts.values() for label in labels}
-    if not all(map(_is_number, names)):
+    if not all(map(is_number, names)):
         return sorted(names)
     fits = {name: name.isdecimal() and int(name) < MOST_CLASSES for name in names}
     for table, labels in zip(tables, spelled, strict=True):
@@ -102,15 +104,15 @@ def _names(tables: Sequence[Table], spelled: Sequence[list[str]], counts: dict[s
             if not fits[label]:
                 raise Problem(
                     f"{table.row(row).replace(' of x', ' of y')}: the label {table.y[row]} is not a whole number from "
-                    f"0 to {MOST_CLASSES - 1}"
+                    f"0 to {MOST_CLASSES - 1} (numbers to predict: --task regression)"
                 )
     return sorted(names, key=int)
 
 
 def _refuse_numbers_beside_words(counts: dict[str, Counter[str]], agreed: set[str]) -> None:
     """Refuse clients that write words where others write numbers."""
-    words = next((client for client, labels in counts.items() if not any(map(_is_number, labels))), None)
-    numbers = next((client for client, labels in counts.items() if all(map(_is_number, labels))), None)
+    words = next((client for client, labels in counts.items() if not any(map(is_number, labels))), None)
+    numbers = next((client for client, labels in counts.items() if all(map(is_number, labels))), None)
     if words is not None and numbers is not None and not agreed.issuperset(counts[words] | counts[numbers]):
         raise _two_alphabets((words, set(counts[words])), (numbers, set(counts[numbers])))
 
@@ -130,7 +132,7 @@ def _refuse_spellings(counts: dict[str, Counter[str]], agreed: set[str]) -> None
             )
     first: tuple[str, set[str]] | None = None
     for client, labels in counts.items():
-        if not all(label.casefold() in _YES | _NO for label in labels):
+        if not all(label.casefold() in YES | NO for label in labels):
             continue
         if first is None:
             first = client, set(labels)
@@ -158,10 +160,10 @@ def _two_alphabets(theirs: tuple[str, set[str]], usual: tuple[str, set[str]]) ->
 def _means(label: str) -> bool | str:
     """Return True for yes and False for no, in the words that people use; another label means itself."""
     word = label.casefold()
-    return True if word in _YES else False if word in _NO else label
+    return True if word in YES else False if word in NO else label
 
 
-def _of_single_clients(counts: dict[str, Counter[str]]) -> list[str]:
+def of_single_clients(counts: dict[str, Counter[str]]) -> list[str]:
     """Say which labels a single client has, where there are several clients."""
     owners: dict[str, list[str]] = {}
     for client, labels in counts.items():

@@ -60,6 +60,11 @@ def normalised(
     Returns:
         The pool with other samples, or other means and deviations; the preparation as plain values, where one is made.
     """
+    if pool.task == "next_token":
+        if config.normalise not in ("auto", "none"):
+            raise Problem(f"data.normalise '{config.normalise}' does not suit the tokens of '{config.name}'")
+        return pool, None
+    known = known if known and "columns" in known else None
     chosen = choose(pool, config)
     if pool.x.ndim == 2:
         return _table(pool, training, rows, chosen, known)

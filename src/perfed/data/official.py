@@ -23,7 +23,7 @@ def in_parts(pool: Pool, config: DataConfig, seed: int) -> Pool:
     rng = np.random.default_rng([seed, _VALIDATION])
     rows = rng.permutation(np.flatnonzero(pool.official == TRAIN))
     if config.stratify:
-        rows = rows[np.argsort(pool.y[rows], kind="stable")]
+        rows = rows[np.argsort(pool.stratum[rows], kind="stable")]
     part = np.where(pool.official == TEST, TEST, TRAIN)
     part[rows[spread(len(rows), int(len(rows) * config.val + 0.5), rng)]] = VAL
     return dataclasses.replace(pool, part=part)

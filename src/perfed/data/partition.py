@@ -37,9 +37,14 @@ def partition(pool: Pool, config: DataConfig, seed: int) -> list[np.ndarray]:
     parts = [np.arange(len(pool.y))] if pool.part is None else [np.flatnonzero(pool.part == code) for code in codes]
     if config.clients == 0:
         raise Problem(f"data.clients must be at least 1 with the partition '{name}'")
+    if pool.kinds == 1 and getattr(module, "BY_LABEL", False):
+        raise Problem(
+            f"partition '{name}' deals samples by their labels, and nothing tells those of '{config.name}' apart "
+            f"(task '{pool.task}'): use iid, powerlaw or lognormal"
+        )
     if config.clients > len(parts[0]):
         raise Problem(f"data.clients is {config.clients}, but there are only {len(parts[0])} samples")
-    strata, shape = module.strata(pool, config) if hasattr(module, "strata") else (pool.y, (pool.classes,))
+    strata, shape = module.strata(pool, config) if hasattr(module, "strata") else (pool.stratum, (pool.kinds,))
     sizes = np.bincount(strata[parts[0]], minlength=math.prod(shape)).reshape(shape)
     shares = module.share(sizes, config, rng)
     strata = strata if len(shares.total) == sizes.size else np.zeros_like(strata)

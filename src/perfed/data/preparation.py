@@ -308,6 +308,9 @@ def _quoted(names: Sequence[str]) -> str:
     return few([f"'{name}'" for name in names])
 
 
+_OVER_ALL = "means and deviations over all clients"
+
+
 def words(plain: Mapping[str, Any]) -> list[str]:
     """Say for people what becomes of samples before a network sees them, and what left the clients for it.
 
@@ -317,22 +320,27 @@ def words(plain: Mapping[str, Any]) -> list[str]:
     Returns:
         Sentences, without a full stop.
     """
-    table, clients = "columns" in plain, plain.get("clients", {})
-    columns = Preparation.of(plain).columns if table else ()
-    if plain["normalise"] == "none" and all(column.plain() == Column(column.name).plain() for column in columns):
+    table, clients, targets = "columns" in plain, plain.get("clients", {}), plain.get("targets", ())
+    columns, normalise = Preparation.of(plain).columns if table else (), plain.get("normalise", "none")
+    as_they_are = normalise == "none" and all(column.plain() == Column(column.name).plain() for column in columns)
+    if as_they_are and not targets:
         return list(plain.get("notes", ()))
     texts = [column.name for column in columns if column.texts is not None]
     flagged = [column.name for column in columns if column.flag]
-    lines = (
-        ["; ".join(_treatments(plain["normalise"], columns))] if table else ["means and deviations over all clients"]
-    )
+    lines = [] if as_they_are else ["; ".join(_treatments(normalise, columns))] if table else [_OVER_ALL]
+    if targets:
+        names = few([f"'{target['name']}'" for target in targets])
+        told = f"numbers to predict standardised over all clients ({names}); scores and predictions are in their units"
+        alike = few([f"'{target['name']}'" for target in targets if not target["std"]])
+        lines.append(told + (f"; nothing to learn, as all training rows have the same {alike}" if alike else ""))
     absent = [f"'{name}' has no {few(mine['absent'])}" for name, mine in clients.items() if "absent" in mine]
     lines += [f"no values at all: {few(absent, most=3)}"] if absent else []
     if any(plain.get("traffic", {}).values()):
         numbers = "numeric columns" if table else "channels"
-        counted = plain["normalise"] == "federated" and len(texts) < max(1, len(columns))
-        sent = [f"counts, sums and sums of squares of {numbers}"] * counted
-        sent += ["which columns have gaps"] * bool(flagged and plain["normalise"] != "federated")
+        counted = normalise == "federated" and len(texts) < max(1, len(columns))
+        summed = [numbers] * counted + ["the numbers to predict"] * bool(targets)
+        sent = [f"counts, sums and sums of squares of {' and '.join(summed)}"] * bool(summed)
+        sent += ["which columns have gaps"] * bool(flagged and normalise != "federated")
         sent += ["which texts occur, and how many rows have one"] * bool(texts)
         lines.append(
             f"before round 1 each client sent of its training samples: {', '.join(sent)} "

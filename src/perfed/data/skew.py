@@ -71,6 +71,14 @@ class Skews:
         return plain
 
 
+def refuse_unfit(config: DataConfig, task: str) -> None:
+    """Refuse skews that a task cannot have."""
+    if config.relabel and task != "classification":
+        raise Problem(f"data.relabel renames classes, and the task of '{config.name}' is {task}: leave it out")
+    if config.noise and task == "next_token":
+        raise Problem(f"data.noise adds noise to numbers, and the samples of '{config.name}' are tokens: leave it out")
+
+
 def draw(config: DataConfig, clients: int, classes: int, sample: tuple[int, ...], seed: int) -> Skews:
     """Draw the skews that a configuration asks for; each has a random stream of its own.
 

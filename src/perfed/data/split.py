@@ -10,6 +10,7 @@ import torch
 
 from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import few
+from perfed.core.task import KINDS, Task
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import normalised
@@ -17,7 +18,8 @@ from perfed.data.order import order
 from perfed.data.partition import settings
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool, spread
 from perfed.data.preparation import words
-from perfed.data.skew import Skews, draw
+from perfed.data.skew import Skews, draw, refuse_unfit
+from perfed.data.targets import standardised
 from perfed.data.unevenness import measures
 
 _SPLIT = 2  # the random stream of this purpose
@@ -38,6 +40,7 @@ def assemble(
     Returns:
         The clients, in the order of data.team_order.
     """
+    refuse_unfit(config, pool.task)
     rng = np.random.default_rng([seed, _SPLIT])
     parts = [_parts(pool, mine, config, rng) for mine in rows]
     skews = draw(config, len(rows), pool.classes, pool.x.shape[1:], seed)
@@ -46,11 +49,14 @@ def assemble(
     domains = _domains(pool, rows, config)
     names = _names(pool, rows, config, domains)
     by_name = lambda pieces: dict(zip(names, pieces, strict=True))
+    stratum = pool.stratum
     pool, preparation = normalised(pool, by_name(chosen[TRAIN]), by_name(rows), config, known)
+    pool, preparation = standardised(pool, by_name(chosen[TRAIN]), preparation, known)
     labels = {
         code: [skews.labels(pool.y[mine], client, code) for client, mine in enumerate(chosen[code])] for code in codes
     }
-    counts = np.stack([np.bincount(y, minlength=pool.classes) for y in labels[TRAIN]])
+    kinds = labels[TRAIN] if pool.strata is None else [stratum[mine] for mine in chosen[TRAIN]]
+    counts = np.stack([np.bincount(mine, minlength=pool.kinds) for mine in kinds])
     places = order(counts, config, seed)
     tables = {}
     for name, code in zip(SPLITS, codes, strict=True):
@@ -59,20 +65,37 @@ def assemble(
         for client, size, end in zip(places, sizes, np.cumsum(sizes), strict=True):
             x[end - size : end] = skews.features(x[end - size : end], int(client), code)
         y = np.concatenate([labels[code][client] for client in places])
+        y = y.astype(np.float32) if y.dtype == np.float64 else y
         tables[name] = Split(torch.from_numpy(x), torch.from_numpy(y), sizes)
     scale = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
-    about = _about(config, skews, places, measures(counts[places]), pool.note)
-    unseen = [np.isin(mine, labels[TRAIN][client], invert=True).sum() for client, mine in enumerate(labels[TEST])]
+    about = _about(config, skews, places, measures(counts[places]), pool)
+    classes = pool.task == "classification"
+    unseen = [
+        np.isin(mine, labels[TRAIN][client], invert=True).sum() * classes for client, mine in enumerate(labels[TEST])
+    ]
     notices = _notices(names, counts.sum(axis=1), np.array(unseen), labels[TEST])
     if domains is not None:
         about["domains"] = [domains[client] for client in places]
     described = {"labels": pool.labels, "columns": _columns(pool, preparation), "partition": about}
     described |= {"notices": (*pool.notices, *(words(preparation) if preparation else ()), *notices)}
+    described |= _task(pool, preparation)
     described |= {"mean": scale(pool.mean), "std": scale(pool.std), "preparation": preparation}
-    return Clients(tuple(names[client] for client in places), **tables, classes=pool.classes, **described)
+    return Clients(tuple(names[client] for client in places), **tables, **described)
 
 
-def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[str, Any], note: str) -> dict[str, Any]:
+def _task(pool: Pool, preparation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return how many classes there are, or what else is learned."""
+    if pool.task == "classification":
+        return {"classes": pool.classes}
+    targets = (preparation or {}).get("targets", [])
+    units = {"shift": tuple(t["mean"] for t in targets), "scale": tuple(t["std"] or 1.0 for t in targets)}
+    task: Task = KINDS[pool.task](pool.classes, **(units if targets else {}))
+    return {"task": task}
+
+
+def _about(
+    config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[str, Any], pool: Pool
+) -> dict[str, Any]:
     """Return what made these clients, in plain values and in the order in which they stand."""
     return {
         "scheme": scheme(config),
@@ -82,7 +105,8 @@ def _about(config: DataConfig, skews: Skews, places: np.ndarray, measured: dict[
         "dealt": places.tolist(),
         "skews": skews.about(places),
         "measures": measured,
-        **({"note": note} if note else {}),
+        **({"note": pool.note} if pool.note else {}),
+        **({"strata": pool.strata.plain()} if pool.strata is not None else {}),
     }
 
 
@@ -153,7 +177,7 @@ def _parts(pool: Pool, rows: np.ndarray, config: DataConfig, rng: np.random.Gene
     if pool.part is not None and (pool.part[rows] != UNDECIDED).all():
         return pool.part[rows]
     unit = None if pool.unit is None else pool.unit[rows]
-    return divide(pool.y[rows], unit, config.test, config.val, rng, config.stratify)
+    return divide(pool.stratum[rows], unit, config.test, config.val, rng, config.stratify)
 
 
 def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, domains: list[str] | None) -> tuple[str, ...]:
@@ -165,7 +189,7 @@ def _names(pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, domains: 
 
 def _columns(pool: Pool, preparation: dict[str, Any] | None) -> tuple[str, ...] | None:
     """Return what the columns are called, in the order in which they were prepared."""
-    if pool.columns is None or preparation is None:
+    if pool.columns is None or preparation is None or "columns" not in preparation:
         return pool.columns
     return tuple(column["name"] for column in preparation["columns"])
 

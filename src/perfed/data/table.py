@@ -27,7 +27,7 @@ class Table:
         client: its name.
         file: where they are from.
         x: [rows, ...], the samples; of a CSV file [rows, columns], its cells as text.
-        y: [rows], the labels.
+        y: [rows], the labels; [rows, labels] where a sample has several.
         part: TRAIN, VAL or TEST where the file says so.
         key: the name of the array.
         lines: [rows], in CSV files the line of each row.
@@ -65,7 +65,8 @@ def read_csv(path: Path, config: DataConfig, several: bool) -> tuple[list[Table]
     left_out = [header[place] for place in index]
     header = [name for place, name in enumerate(header) if place not in index]
     cells = [[cell for place, cell in enumerate(row) if place not in index] for row in cells]
-    wanted = [config.label_column] if several else [config.client_column, config.label_column]
+    answers = config.label_columns(header)
+    wanted = answers if several else [config.client_column, *answers]
     for column in wanted:
         if column not in header:
             raise Problem(f"{path.name} has no column '{column}' (it has: {', '.join(header)})")
@@ -78,11 +79,12 @@ def read_csv(path: Path, config: DataConfig, several: bool) -> tuple[list[Table]
     if not features:
         raise Problem(f"{path.name} has no feature column beside {', '.join(wanted)}")
     texts = lambda column: np.array([row[header.index(column)].strip() for row in cells], dtype=str)
-    labels = texts(config.label_column)
+    labels = np.stack([texts(column) for column in answers], axis=1)
     clients = np.full(len(cells), path.stem) if several else texts(config.client_column)
-    for column, values in ((config.label_column, labels), (config.client_column, clients)):
+    for column, values in (*zip(answers, labels.T, strict=True), (config.client_column, clients)):
         if (values == "").any():
             raise Problem(f"{path.name}, line {lines[np.argmax(values == '')]}: the column '{column}' is empty")
+    labels = labels[:, 0] if len(answers) == 1 else labels
     places = [header.index(column) for column in features]
     x = np.array([[row[place] for place in places] for row in cells], dtype=object)
     if not len(cells):

@@ -144,7 +144,7 @@ class EvaluationRequest(NamedTuple):
     ids: Sequence[int]  # ascending
     down: Down  # what they receive; `own` has a row for each
     keep: bool = False  # return the models, too
-    full: bool = False  # also macro-F1 and AUC, for which the samples pass through the models once more
+    full: bool = False  # also scores such as AUC, for which the samples pass through the models once more
     score: bool = True  # False: the models alone
     general: Tensor | None = None  # the theta that clients without training samples predict with; None: their own
 
@@ -152,7 +152,7 @@ class EvaluationRequest(NamedTuple):
 class EvaluationReply(NamedTuple):
     """What an evaluation gave."""
 
-    models: dict[str, Tensor]  # name -> [m, width], or [1, width] where all clients share one; empty unless kept
+    models: dict[str, Any]  # name -> a tree with a row for each client, one row where all share it; empty unless kept
     scores: Scores
 
 
@@ -218,12 +218,14 @@ class Evaluation(NamedTuple):
         if self.general:
             shared, theta = down.shared
             models = self.method.models(state, _received(Down(shared, down.own)), data)
-            fits = lambda model: model.shape == theta.shape  # a mixture has several
+            fits = lambda model: isinstance(model, Tensor) and model.shape == theta.shape  # a mixture has several
             choose = lambda model: torch.where(data.size > 0, model, theta) if fits(model) else model
             models = {name: choose(model) for name, model in models.items()}
         else:
             models = self.method.models(state, _received(down), data)
-        by_split = {split: data.mean(self.method.score, models, split) for split in self.splits}
+        mean = lambda split: data.mean(self.method.score, models, split)
+        finish = lambda means: {name: self.method.model.task.finish(each) for name, each in means.items()}
+        by_split = {split: finish(mean(split)) for split in self.splits}
         scores = {model: {split: scores[model] for split, scores in by_split.items()} for model in models}
         return {"models": models if self.keep else {}, "scores": scores}
 
@@ -285,6 +287,16 @@ class Results:
     failures: tuple[Failure, ...] = ()
 
 
+def _refuse_other_task(job: Job) -> None:
+    """Refuse a network that would learn something else than its clients' labels are made for."""
+    mine, theirs = job.method.model.task, job.clients.task
+    if mine.kind != theirs.kind or (mine.kind != "classification" and mine != theirs):
+        raise Problem(
+            f"the model learns {mine.in_words}, but its clients' labels are of {theirs.in_words}: make it with "
+            "Model(..., task=clients.task)"
+        )
+
+
 def kind_of(value: Any) -> str:
     """Return the name of a value's type for a sentence."""
     return "None" if value is None else type(value).__name__
@@ -342,6 +354,7 @@ class Engine(ABC):
 
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
+        _refuse_other_task(job)
         model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
         run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
         method = replace(job.method, model=model).at(**vars(run))
@@ -479,14 +492,14 @@ class Engine(ABC):
             ids, task = ids[:1], Evaluation(method, (), True)
         else:
             down = _packed(method, down, len(ids))
-            splits, keep = self.splits(run) if score else (), keep or (full and method.usual)
+            splits, keep = self.splits(run) if score else (), keep or full
             task = Evaluation(method, splits, keep, general is not None)
             down = down if general is None else Down((down.shared, general), down.own)
         return Work(run, task, self._key(run, PERSONALISE, round), ids, self.states[run].take(ids), down)
 
     def _evaluated(self, request: EvaluationRequest, work: Work, out: dict[str, Any]) -> EvaluationReply:
         run, method, models, table = request.run, work.task.method, out["models"], out["scores"]
-        full = request.full and request.score and method.usual
+        full = request.full and request.score and bool(method.model.task.whole)
         if shares_one_model(method, request.down):
             table = self._score_shared(run, rows(models, 0), full) if request.score else {}
         elif full:
@@ -553,7 +566,7 @@ class Engine(ABC):
         return [scorer.piece(models, full, piece) for piece in pieces]
 
     def _full_scores(self, run: int, ids: Sequence[int], models: dict[str, Tensor]) -> Table:
-        """Return macro-F1 and AUC of clients' own models, which have a row for each client."""
+        """Return scores such as AUC of clients' own models, which have a row for each client."""
         return self._scorer(run).full_scores(ids, models)
 
     def _rate(self, method: Method, batch: Batch, models: dict[str, Tensor]) -> Any:

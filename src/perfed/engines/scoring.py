@@ -1,7 +1,7 @@
 """Scores that an engine computes itself, with the samples of many clients at once.
 
 A method scores models of a client's own client by client (`Method.score`). One model that all clients share is scored
-here in large pieces, and so are macro-F1 and AUC, which need all predictions for a client at once.
+here in large pieces, and so are scores such as macro-F1 and AUC, which need all predictions for a client at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from perfed.core.clients import Clients
 from perfed.core.data import CHUNK
 from perfed.core.method import Method
 from perfed.core.model import Batch
-from perfed.core.tree import integers, tree_map
-from perfed.engines.f1_auc import full_scores
+from perfed.core.tree import integers, rows, tree_map
 from perfed.engines.scores import Table, concatenate
 
 ON_GPU = 1 << 14  # samples that a model is given at once
@@ -66,11 +65,11 @@ class Scorer:
                 pieces[-1] = pieces[-1]._replace(last=len(self.clients))
         return pieces
 
-    def piece(self, models: dict[str, Tensor], full: bool, piece: Piece) -> dict[str, dict[str, Tensor]]:
+    def piece(self, models: dict[str, Any], full: bool, piece: Piece) -> dict[str, dict[str, Tensor]]:
         """Score models that all clients share on one piece.
 
         Args:
-            models: the models by name, each [width].
+            models: the models by name.
             full: also macro-F1 and AUC.
             piece: which clients, and which of their samples.
 
@@ -90,11 +89,12 @@ class Scorer:
             total = torch.segment_reduce(torch.cat(parts).double(), "sum", lengths=counts, unsafe=True)
             return (total / counts).to(parts[0].dtype)  # NaN for a client without samples
 
-        scores = tree_map(mean, *rates)
+        task, means = self.method.model.task, tree_map(mean, *rates)
+        scores = {name: task.finish(each) for name, each in means.items()}
         if full:
-            for name, theta in models.items():
-                outputs = torch.cat(self._outputs(theta, piece.split, begin, end))
-                scores[name] = scores[name] | full_scores(outputs, source.y[begin:end], sizes)
+            for name, model in models.items():
+                outputs = torch.cat(self._outputs(model, piece.split, begin, end))
+                scores[name] = scores[name] | task.full(outputs, source.y[begin:end], sizes)
         return scores
 
     def joined(
@@ -114,31 +114,32 @@ class Scorer:
                 splits[split] = concatenate(parts)
         return table
 
-    def full_scores(self, ids: Sequence[int], models: dict[str, Tensor]) -> Table:
-        """Return macro-F1 and AUC of clients' own models.
+    def full_scores(self, ids: Sequence[int], models: dict[str, Any]) -> Table:
+        """Return scores such as macro-F1 and AUC of clients' own models.
 
         Args:
             ids: the clients.
-            models: the models by name, each with a row for each client.
+            models: the models by name, each a tree with a row for each client.
         """
         table: Table = {name: {} for name in models}
         for split in self.splits:
             source = self.clients.split(split)
             spans = [(source.start[id], source.start[id] + source.size[id]) for id in ids]
             y = torch.cat([source.y[first:last] for first, last in spans])
-            for name, thetas in models.items():
+            for name, stacked in models.items():
                 outputs = []
-                for theta, (first, last) in zip(thetas, spans, strict=True):
-                    outputs += self._outputs(theta, split, first, last)
-                whole = torch.cat(outputs) if outputs else thetas.new_zeros(0, 1)  # nobody here has samples
-                table[name][split] = full_scores(whole, y, [last - first for first, last in spans])
+                for row, (first, last) in enumerate(spans):
+                    outputs += self._outputs(rows(stacked, row), split, first, last)
+                nobody = torch.zeros(0, 1, dtype=self.method.model.dtype, device=y.device)  # nobody here has samples
+                whole, sizes = torch.cat(outputs or [nobody]), [last - first for first, last in spans]
+                table[name][split] = self.method.model.task.full(whole, y, sizes)
         return table
 
-    def _outputs(self, theta: Tensor, split: str, first: int, last: int) -> list[Tensor]:
+    def _outputs(self, model: Any, split: str, first: int, last: int) -> list[Tensor]:
         """Return a model's outputs for the samples from `first` to before `last`, in pieces."""
-        model, x = self.method.model, self.clients.split(split).x
+        x, dtype = self.clients.split(split).x, self.method.model.dtype
         outputs = []
         for begin in range(first, last, self.samples_at_once):
             samples = x[begin : min(begin + self.samples_at_once, last)]
-            outputs.append(model.apply(theta, self.clients.ready(samples, model.dtype))[0])
+            outputs.append(self.method.predict(model, self.clients.ready(samples, dtype)))
         return outputs

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory doe
 ON_A_GPU = 256  # where a piece is one computation
 PATIENCE = 3  # abandoned rounds in a row after which a run ends
 FIRST = -1  # the number of the exchange that comes before all others, of clients that take part for the first time
-Save = Callable[[int, dict[str, Tensor]], None]
+Save = Callable[[int, dict[str, Any]], None]
 
 
 class Turn(NamedTuple):
@@ -422,7 +422,7 @@ class Federation:
         """
         return self.method.show(self.server, self._send(ids))
 
-    def shared(self) -> dict[str, Tensor] | None:
+    def shared(self) -> dict[str, Any] | None:
         """Return the models that all clients predict with; None where they have their own."""
         down = self.show([0])
         if not shares_one_model(self.method, down):
@@ -479,9 +479,9 @@ def evaluate(federations: Sequence[Federation], savers: Sequence[Save | None], f
     return [Scores.joined(each).on_host() for each in parts]
 
 
-def _hand_over(save: Save | None, ids: Sequence[int], models: dict[str, Tensor]) -> None:
+def _hand_over(save: Save | None, ids: Sequence[int], models: dict[str, Any]) -> None:
     """Give every client's models to `save`; models that all share have one row."""
     if save is not None:
-        shared = len(next(iter(models.values()))) == 1
+        shared = len(leaves(models)[0]) == 1
         for row, id in enumerate(ids):
             save(id, rows(models, 0 if shared else row))

@@ -70,7 +70,7 @@ class FedAlign(FedAvg):
 
     def loss(self, w, batch, train):
         (logits, teacher, student), fresh = self.wide.apply(w, batch.x, train, batch.weight, batch.key)
-        each = F.cross_entropy(logits, batch.y, reduction="none")
+        each = self.model.task.losses(logits, batch.y)
         ce = average(self.model.by_class(each, batch.y), batch.weight)
         lip = average((self.spectral(student) - self.spectral(teacher)) ** 2, batch.weight)
         scale = (ce / lip.clamp_min(TINY)).detach()

@@ -30,6 +30,8 @@ class FedRoD(Method):
     category = "personalised models: parameter decoupling"
 
     def check(self):
+        if (task := self.model.task).kind != "classification":
+            raise Problem(f"fedrod balances classes, which only classification has, and this task is {task.kind}")
         head = self.model.module(self.model.init(self.context.seed)).get_submodule(self.model.head_name)
         if not isinstance(head, nn.Linear):
             kind = type(head).__name__

@@ -42,7 +42,7 @@ class MOON(FedAvg):
             logits, z, fresh = self.model.features(w, batch, train)
             away = F.cosine_similarity(z, z_prev) - F.cosine_similarity(z, z_glob)
             each = F.softplus(away / self.temperature)  # -log(e^(glob / T) / (e^(glob / T) + e^(prev / T)))
-            each = F.cross_entropy(logits, batch.y, reduction="none") + self.mu * given["seen"] * each
+            each = self.model.task.losses(logits, batch.y) + self.mu * given["seen"] * each
             return average(self.model.by_class(each, batch.y), batch.weight), fresh
 
         g, fresh, _ = self.model.grad(w, batch, loss)

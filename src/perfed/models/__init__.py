@@ -2,11 +2,13 @@
 
 A network is added by writing its file. The docstring begins `Title: what it is.`, and the file defines
 `network(shape, classes, config) -> nn.Module`: it returns logits [batch, classes], and its classifier is called `head`.
+For other tasks `classes` is the number of labels, targets or tokens; of tokens [length] comes [batch, length, tokens].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,10 @@ def networks() -> dict[str, str]:
     return members(Path(__file__).parent, "network")
 
 
-def suits(shape: tuple[int, ...]) -> str:
-    """Return the network that is used where none is named."""
+def suits(shape: tuple[int, ...], task: str = "classification") -> str:
+    """Return the network that is used where none is named, for samples of a shape and a task."""
+    if task == "next_token":
+        return "gru"
     return "fedavgcnn" if len(shape) == 3 and min(shape[1:]) >= 28 else "mlp"
 
 
@@ -84,8 +88,8 @@ def build(config: ModelConfig, clients: Clients, precision: str = "float32") -> 
 
     from perfed.models.trial import refuse_other_gradients, refuse_unfit
 
-    make = make_network(config, clients.shape, clients.classes)
-    name, dtype = config.name or suits(clients.shape), getattr(torch, precision)
+    name, dtype = config.name or suits(clients.shape, clients.task.kind), getattr(torch, precision)
+    make = make_network(replace(config, name=name), clients.shape, clients.task.outputs)
     refuse_unfit(make, name, clients, dtype)
     if is_path(name):
         refuse_other_gradients(make, name, clients, dtype)

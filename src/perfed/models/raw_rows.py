@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from perfed.data.preparation import Preparation
 from perfed.data.records import from_frame, is_frame
+from perfed.models.predictor import dtype_of
 
 
 class OnRawRows(nn.Module):
@@ -34,5 +35,5 @@ class OnRawRows(nn.Module):
             for note in notes:
                 warnings.warn(note, stacklevel=2)
             rows = torch.from_numpy(values)
-        parameter = next(self.network.parameters())
-        return self.network(self.preparation.apply(rows.to(parameter.device)).to(parameter.dtype))
+        tensor = next(iter([*self.network.parameters(), *self.network.buffers()]))
+        return self.network(self.preparation.apply(rows.to(tensor.device)).to(dtype_of(self.network)))

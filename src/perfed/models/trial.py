@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 
@@ -47,15 +46,19 @@ def refuse_unfit(make: Make, name: str, clients: Clients, dtype: torch.dtype = t
             with torch.no_grad():
                 logits = net.to(dtype).eval()(batch.x[:1])
             drawn = [] if _random_states() == before else ["evaluation"]
+        except Problem:
+            raise
         except Exception as error:
             raise _unfit(name, clients, error) from error
-        if not isinstance(logits, Tensor) or logits.shape != (1, clients.classes):
+        task = clients.task
+        wanted = (1, *batch.y.shape[1:], task.outputs) if task.kind == "next_token" else (1, task.outputs)
+        if not isinstance(logits, Tensor) or logits.shape != wanted:
             returned = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise Problem(
-                f"model.name '{name}' must return one number for each of {clients.classes} classes: "
-                f"{(1, clients.classes)} for one sample, not {returned}"
+                f"model.name '{name}' must return one number for each of {task.outputs} {task.things}: "
+                f"{wanted} for one sample, not {returned}"
             )
-        model = Model(make, dtype=dtype)
+        model = Model(make, dtype=dtype, task=task)
         theta, before = model.init(0), _random_states()
         try:
             with torch.no_grad():
@@ -100,7 +103,7 @@ def refuse_other_gradients(make: Make, name: str, clients: Clients, dtype: torch
             return
         net = model.module(theta).train()
         try:
-            F.cross_entropy(net(batch.x), batch.y).backward()
+            model.task.losses(net(batch.x), batch.y).mean().backward()
         except Exception as error:
             raise Problem(f"model.name '{name}' cannot train in PyTorch: {type(error).__name__}: {error}") from error
     plain = {n: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for n, p in net.named_parameters()}
@@ -160,10 +163,10 @@ def _batch(clients: Clients, dtype: torch.dtype) -> Batch:
 def _exact(make: Make, clients: Clients, dtype: torch.dtype) -> tuple[Model, Batch]:
     """Return a model and a batch for comparing two ways: in float64 where the network takes it."""
     try:
-        model, batch = Model(make, dtype=torch.float64), _batch(clients, torch.float64)
+        model, batch = Model(make, dtype=torch.float64, task=clients.task), _batch(clients, torch.float64)
         model.apply(model.init(0), batch.x)
     except Exception:  # its code makes tensors of float32
-        return Model(make, dtype=dtype), _batch(clients, dtype)
+        return Model(make, dtype=dtype, task=clients.task), _batch(clients, dtype)
     return model, batch
 
 

@@ -27,19 +27,20 @@ def write_report(run: Run) -> Path:
     when = "last round" if last else "the round whose models are saved"
     headline = SHOWN[run.headline]
     title = headline[0].upper() + headline[1:]
+    gain = f"{headline} minus that of Local" if run.sign > 0 else f"Local's {headline} minus that of the method"
     about = (
         f"# {visible(run.path.name)}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, "
         f"network {run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
         f"seed {config.seed}.\n{title}: {when}, each client's model on its own test samples. "
-        f"Gain: {headline} minus that of Local for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
+        f"Gain: {gain} for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )
     preparation = run.about.get("preparation")
     prepared = words(preparation) if preparation else []
     below = "".join(f"\n{visible(line)}.\n" for line in [*prepared, *remarks(run.summary())])
-    below += "\n![accuracy](accuracy.png)\n"
+    below += f"\n![{run.metric}]({run.metric}.png)\n"
     files.write(folder / "summary.md", about + markdown(headings(run), lines(run)) + below)
     files.write(folder / "clients.csv", clients_csv(run))
-    files.write(folder / "accuracy.png", picture(run))
+    files.write(folder / f"{run.metric}.png", picture(run))
     for summary in run.summary():
         for id, client in enumerate(run.about["clients"]):
             home = run.folder.method(summary["method"]).client(client["folder"])

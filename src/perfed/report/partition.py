@@ -17,6 +17,7 @@ from matplotlib.ticker import MaxNLocator
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.words import visible
 from perfed.data.config import DataConfig
+from perfed.data.strata import strata_of, stratum_counts, stratum_names
 from perfed.report.picture import drawn
 from perfed.report.tables import TextTable, safe_cell
 
@@ -30,13 +31,6 @@ SHADES = LinearSegmentedColormap.from_list("share", ("#b9dde0", "#1f6f8b", "#101
 GROUPS = ("#8e6bbf", "#e2b53e", "#4c9f70", "#d1495b", "#3d6cb9", "#b0803c", "#7a8b99", "#c970a8")
 
 
-def label_counts(clients: Clients, split: str) -> np.ndarray:
-    """Count the samples of each label: [clients, classes]."""
-    part = clients.split(split)
-    pieces = part.y.cpu().split(list(part.size))
-    return np.stack([np.bincount(y.numpy(), minlength=clients.classes) for y in pieces])
-
-
 def heading(clients: Clients, data: DataConfig) -> str:
     """Say what was shared out, and how."""
     about = _about(clients)
@@ -47,23 +41,26 @@ def heading(clients: Clients, data: DataConfig) -> str:
     if "relabel" in about["skews"]:
         skews.append(f"{data.relabel:.0%} relabelled by {data.relabel_by} in {data.relabel_groups} groups")
     note = [about["note"]] if "note" in about else []
+    note += [f"by {known.rule}"] if (known := strata_of(clients)) and len(known.names) > 1 else []
     whole = [f"{data.name}, {len(clients)} clients, {about['scheme']}", *settings, *skews, *note]
     return ", ".join([*whole, "official test set"] if data.split == "official" else whole)
 
 
 def summary(clients: Clients) -> list[str]:
     """Say how uneven the clients are, in words."""
-    measures, counts = _about(clients)["measures"], label_counts(clients, "train")
+    measures, counts = _about(clients)["measures"], stratum_counts(clients, "train")
     most_frequent = (counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)).mean()
     labels = (
         "mean EMD {emd:.3f}, total variation {total_variation:.3f}, 1-Wasserstein between clients {wasserstein:.3f}"
     )
+    known = strata_of(clients)
+    what = known.what if known else "label"
     sizes = "{smallest} to {largest} (max/min {max_over_min:.1f}), Gini {gini:.3f}"
     return [
-        "labels   " + labels.format(**measures),
-        f"         mean share of a client's most frequent label {100 * most_frequent:.1f} %",
+        f"{what + 's':<9}" + labels.format(**measures),
+        f"         mean share of a client's most frequent {what} {100 * most_frequent:.1f} %",
         "sizes    " + sizes.format(**measures),
-    ]
+    ][2 * (counts.shape[1] == 1) :]
 
 
 def bar(counts: np.ndarray) -> str:
@@ -80,7 +77,7 @@ def bar(counts: np.ndarray) -> str:
 
 def lines(clients: Clients) -> TextTable:
     """Return the table of who got what."""
-    about, train = _about(clients), label_counts(clients, "train")
+    about, train = _about(clients), stratum_counts(clients, "train")
     skews, measures = about["skews"], about["measures"]
     extra: dict[str, list[str]] = {}
     if "rotate" in skews:
@@ -93,15 +90,17 @@ def lines(clients: Clients) -> TextTable:
     for id, name in enumerate(clients.names):
         sizes = [str(clients.split(split).size[id]) for split in SPLITS]
         tail = [values[id] for values in extra.values()]
-        classes, distance = str(measures["classes"][id]), f"{measures['emd_per_client'][id]:.3f}"
-        rows.append((name, *sizes, classes, bar(train[id]), distance, *tail))
-    return ("client", *SPLITS, "classes", "training labels", "EMD", *extra), rows
+        mix = (str(measures["classes"][id]), bar(train[id]), f"{measures['emd_per_client'][id]:.3f}")
+        rows.append((name, *sizes, *(mix if train.shape[1] > 1 else ()), *tail))
+    known = strata_of(clients)
+    titles = (f"{known.what}s", f"training {known.what}s", "EMD") if known else ("classes", "training labels", "EMD")
+    return ("client", *SPLITS, *(titles if train.shape[1] > 1 else ()), *extra), rows
 
 
 def label_table(clients: Clients) -> TextTable:
     """Return which client has how many samples of which label, in all splits together; what is too much is joined."""
-    counts = np.sum([label_counts(clients, split) for split in SPLITS], axis=0)
-    names = _labels(clients)[:MOST_LABELS]
+    counts, kinds = stratum_counts(clients, *SPLITS), stratum_names(clients)
+    names = kinds[:MOST_LABELS]
     rows = [(name, *row) for name, row in zip(clients.names[:MOST_ROWS], counts.tolist(), strict=False)]
     if len(clients) > MOST_ROWS:
         rows.append((f"{len(clients) - MOST_ROWS} more", *counts[MOST_ROWS:].sum(axis=0).tolist()))
@@ -110,26 +109,27 @@ def label_table(clients: Clients) -> TextTable:
     for name, *numbers in rows:
         others = [str(sum(numbers[MOST_LABELS:]))] if len(numbers) > MOST_LABELS else []
         shown.append((name, *(str(number or "-") for number in numbers[:MOST_LABELS]), *others))
-    others = [f"{clients.classes - MOST_LABELS} others"] if clients.classes > MOST_LABELS else []
-    return ("samples with label", *names, *others), shown
+    others = [f"{len(kinds) - MOST_LABELS} others"] if len(kinds) > MOST_LABELS else []
+    known = strata_of(clients)
+    return (f"samples by {known.rule}" if known else "samples with label", *names, *others), shown
 
 
 def as_dict(clients: Clients) -> dict[str, Any]:
     """Return everything in plain values."""
-    tables = {split: label_counts(clients, split) for split in SPLITS}
+    tables = {split: stratum_counts(clients, split) for split in SPLITS}
     listed = [
         {"name": name, "labels": {split: counts[id].tolist() for split, counts in tables.items()}}
         for id, name in enumerate(clients.names)
     ]
-    return {"classes": _labels(clients), "clients": listed, **_about(clients)}
+    return {"classes": stratum_names(clients), "clients": listed, **_about(clients)}
 
 
 def counts_csv(clients: Clients) -> str:
     """Write the samples of each label, a line for each client and part."""
     out = io.StringIO()
     write = csv.writer(out)
-    write.writerow(["client", "part", *(safe_cell(name) for name in _labels(clients))])
-    tables = {split: label_counts(clients, split) for split in SPLITS}
+    write.writerow(["client", "part", *(safe_cell(name) for name in stratum_names(clients))])
+    tables = {split: stratum_counts(clients, split) for split in SPLITS}
     for id, name in enumerate(clients.names):
         for split, counts in tables.items():
             write.writerow([safe_cell(name), split, *counts[id].tolist()])
@@ -149,7 +149,7 @@ def pictures(clients: Clients, data: DataConfig) -> dict[str, bytes]:
 
 
 def _draw(clients: Clients, data: DataConfig) -> Figure:
-    about, train = _about(clients), label_counts(clients, "train")
+    about, train = _about(clients), stratum_counts(clients, "train")
     strips = _strips(about["skews"], about.get("domains"))
     n, classes = train.shape
     width = float(np.clip(2.6 + 0.34 * n, 6.5, 15))
@@ -159,7 +159,8 @@ def _draw(clients: Clients, data: DataConfig) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
     _sizes(axes[0], clients)
-    _mixes(figure, axes[1], train, _labels(clients))
+    known = strata_of(clients)
+    _mixes(figure, axes[1], train, stratum_names(clients), known.rule if known else "label")
     _distances(axes[2], about["measures"])
     for axis, (title, groups, names) in zip(axes[3:], strips, strict=True):
         _strip(axis, title, groups, names)
@@ -195,7 +196,7 @@ def _sizes(axis: Axes, clients: Clients) -> None:
     axis.legend(ncols=3, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.98), borderaxespad=0)
 
 
-def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> None:
+def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str], rule: str) -> None:
     """Draw bubbles whose area is the number of samples, or a heat map where there are too many."""
     n, classes = train.shape
     share = train / np.maximum(train.sum(axis=1, keepdims=True), 1)
@@ -212,7 +213,7 @@ def _mixes(figure: Figure, axis: Axes, train: np.ndarray, labels: list[str]) -> 
         drawn = axis.imshow(empty, aspect="auto", interpolation="nearest", **shown)
     step = max(1, -(-classes // 25))
     axis.set_yticks(range(0, classes, step), [visible(label) for label in labels[::step]], parse_math=False)
-    axis.set_ylabel("label", color=INK, fontsize=9)
+    axis.set_ylabel(rule, color=INK, fontsize=9)
     side = figure.colorbar(drawn, ax=axis, pad=0.01, aspect=30, fraction=0.03)
     side.set_label("share of the client's training samples", fontsize=8, color=MUTED)
     side.ax.tick_params(labelsize=7, colors=MUTED)
@@ -262,10 +263,6 @@ def _names(axis: Axes, names: tuple[str, ...]) -> None:
     long = max(map(len, short)) > 3
     axis.set_xticks(range(0, len(names), step), short[::step], rotation=90 if long else 0, parse_math=False)
     axis.set_xlabel("client", color=INK, fontsize=9)
-
-
-def _labels(clients: Clients) -> list[str]:
-    return list(clients.labels) if clients.labels else [str(c) for c in range(clients.classes)]
 
 
 def _about(clients: Clients) -> dict[str, Any]:

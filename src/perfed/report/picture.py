@@ -1,4 +1,4 @@
-"""The picture of a run: accuracy over rounds, how it is spread over clients, and every client's gain over Local."""
+"""The picture of a run: its score over rounds, how it is spread over clients, and every client's gain over Local."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def picture(run: Run) -> bytes:
     axes = figure.subplots(1, panels)
     looks = {name: line_style(index) for index, name in enumerate(run.entries)}
     for name, entry in run.entries.items():
-        rounds, accuracy = run.curve(name)
-        axes[0].plot(rounds, accuracy, label=drawn(entry.title), marker="o" if len(rounds) < 3 else None, **looks[name])
-    axes[0].set(xlabel="round", ylabel="mean test accuracy over clients", title="Accuracy")
+        rounds, scores = run.curve(name)
+        axes[0].plot(rounds, scores, label=drawn(entry.title), marker="o" if len(rounds) < 3 else None, **looks[name])
+    score = run.metric.replace("_", " ")
+    axes[0].set(xlabel="round", ylabel=f"mean test {score} over clients", title=score.capitalize())
     _spread(axes[1], run, looks)
     if gains:
         _gains(axes[2], run, others, looks)
@@ -55,24 +56,27 @@ def picture(run: Run) -> bytes:
 
 
 def _spread(axes: Axes, run: Run, looks: Looks) -> None:
-    """Draw a histogram of the clients' accuracies for each method, as an outline."""
-    accuracy = {name: run.accuracies(name) for name in run.entries}
-    known = {name: each[~np.isnan(each)] for name, each in accuracy.items()}
-    lowest = np.concatenate(list(known.values())).min(initial=0.9)
-    edges = np.linspace(lowest, 1, 11)
+    """Draw a histogram of the clients' scores for each method, as an outline."""
+    scores = {name: run.scores(name, run.metric) for name in run.entries}
+    known = {name: each[np.isfinite(each)] for name, each in scores.items()}
+    together = np.concatenate(list(known.values()))
+    shares = run.metric == "accuracy"
+    lowest, highest = (together.min(initial=0.9), 1.0) if shares else (0.0, together.max(initial=0.0) or 1.0)
+    edges = np.linspace(lowest, highest, 11)
     for name, each in known.items():
         axes.stairs(np.histogram(each, edges)[0], edges, linewidth=1.5, **looks[name])
-    axes.set(xlabel="test accuracy", ylabel="clients", title="Clients by accuracy")
+    score = run.metric.replace("_", " ")
+    axes.set(xlabel=f"test {score}", ylabel="clients", title=f"Clients by {score}")
 
 
 def _gains(axes: Axes, run: Run, others: list[str], looks: Looks) -> None:
     """Draw a curve for each method: clients sorted by gain, so that the share above 0 can be read off."""
+    sign, score = run.task.sign(run.metric), run.metric.replace("_", " ")
+    difference = f"test {score} minus Local's" if sign > 0 else f"Local's test {score} minus the method's"
     for name in others:
-        gain = run.accuracies(name) - run.accuracies(BASELINE)
+        gain = sign * (run.scores(name, run.metric) - run.scores(BASELINE, run.metric))
         gain = np.sort(gain[~np.isnan(gain)])
         share = (np.arange(len(gain)) + 0.5) / max(len(gain), 1)
         axes.plot(share, gain, marker=".", drawstyle="steps-mid", **looks[name])
     axes.axhline(0, color="black", linewidth=1)
-    axes.set(
-        xlabel="share of clients, sorted", ylabel="test accuracy minus Local's", title="Gain over Local, per client"
-    )
+    axes.set(xlabel="share of clients, sorted", ylabel=difference, title="Gain over Local, per client")

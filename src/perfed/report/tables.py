@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from perfed.core.errors import few
+from perfed.core.task import KINDS
 from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.engines.scores import PERSONAL
@@ -16,7 +17,7 @@ from perfed.federation.faults import in_words
 from perfed.training.config import RunConfig
 from perfed.training.folder import preparation_of
 from perfed.training.prepare import BASELINE
-from perfed.training.results import METRICS, Run
+from perfed.training.results import Run
 
 TextTable = tuple[tuple[str, ...], list[tuple[str, ...]]]  # headings, and rows
 
@@ -31,17 +32,17 @@ def size(count: float) -> str:
 
 
 def score(value: float | None) -> str:
-    """Write an accuracy, or n/a where there were no samples."""
-    return "n/a" if value is None else f"{value:.3f}"
+    """Write a score, or n/a where there were no samples; large errors have fewer digits behind the point."""
+    return "n/a" if value is None else f"{value:.3f}" if abs(value) < 100 else f"{value:.5g}"
 
 
 def signed(value: float | None) -> str:
-    """Write a difference of accuracies."""
-    return "n/a" if value is None else f"{value:+.3f}"
+    """Write a difference of scores."""
+    return "n/a" if value is None else f"{value:+.3f}" if abs(value) < 100 else f"{value:+.5g}"
 
 
 HEADINGS = ("", "evaluated", "mean", "weighted", "worst tenth", "better than Local", "gain", "down", "up", "p", "time")
-SHOWN = {"accuracy": "accuracy", "balanced": "balanced accuracy", "f1": "F1", "auc": "AUC"}
+SHOWN = {name: score.heading for task in KINDS.values() for name, score in task.scores.items()}
 SCORES = 7  # of these columns say whose scores they are, and which
 NAMED = 3  # refused uploads that are named below a table
 LABELS = 20  # labels that a card names
@@ -141,17 +142,16 @@ def markdown(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def clients_csv(run: Run) -> str:
-    """Write a line for each client: its sizes, and every method's test accuracy."""
+    """Write a line for each client: its sizes, and every method's test score."""
     out = io.StringIO()
     write = csv.writer(out)
-    accuracy = {name: run.accuracies(name) for name in run.entries}
-    if run.headline != "accuracy":
-        metric = METRICS[run.headline]
-        accuracy |= {f"{name} {metric}": run.scores(name, metric) for name in run.entries}
-    write.writerow(["client", "train", "val", "test", *accuracy])
+    columns = {name: run.scores(name, run.metric) for name in run.entries}
+    if run.judged != run.metric:
+        columns |= {f"{name} {run.judged}": run.scores(name, run.judged) for name in run.entries}
+    write.writerow(["client", "train", "val", "test", *columns])
     for id, client in enumerate(run.about["clients"]):
         sizes = [client[split] for split in ("train", "val", "test")]
-        scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in accuracy.values()]
+        scores = ["" if a[id] != a[id] else f"{a[id]:.6f}" for a in columns.values()]
         write.writerow([safe_cell(client["name"]), *sizes, *scores])
     return out.getvalue()
 
@@ -181,6 +181,20 @@ def options(run: Run, method: str) -> str:
     return ", ".join([*texts, *([f"clip {clip:g}"] if clip else [])])
 
 
+def _labels(run: Run, client: dict[str, Any]) -> list[str]:
+    """Say what the outputs are, and how many samples a client has of each class, or of what stands for classes."""
+    counts, known = client.get("labels", {}), (run.about.get("partition") or {}).get("strata")
+    several = lambda words: ", ".join(words[:LABELS]) + f" and {len(words) - LABELS} more" * (len(words) > LABELS)
+    each = lambda names: several([f"{name} ({counts.get(name, 0)})" for name in names])
+    if known is None:
+        return [f"labels, in the order of the outputs, and this client's samples of each: {each(run.labels)}"]
+    mixed = [f"this client's samples by {known['rule']}: {each(known['names'])}"] if len(known["names"]) > 1 else []
+    names, targets = run.labels, (run.about.get("preparation") or {}).get("targets", ())
+    if targets:  # the network gives them standardised
+        names = [f"{target['name']} = {target['std'] or 1:.6g} * output + {target['mean']:.6g}" for target in targets]
+    return [f"outputs, in their order: {several(names)}", *mixed]
+
+
 def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     """Describe a client's model, for whoever finds its file."""
     client = run.about["clients"][id]
@@ -189,7 +203,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     models = [(entry, model, scores) for entry in run.entries for model, scores in _of_client(run, entry, id).items()]
     title = lambda entry, model: run.entries[entry].title + ("" if model == PERSONAL else f", {model}")
     rows = [
-        (title(entry, model), *(score(scores["test"].get(METRICS[key])) for key in shown))
+        (title(entry, model), *(score(scores["test"].get(run.task.scores[key].metric)) for key in shown))
         for entry, model, scores in models
     ]
     shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"
@@ -198,13 +212,10 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
     about += [f"training: {text}" for text in [options(run, method)] if text]
     saved, last = summary["saved_round"], summary["rounds"]
     when = "last round" if saved == last else f"round {saved} of {last}, the best on validation samples"
-    names = run.labels
-    labels = ", ".join(f"{label} ({client.get('labels', {}).get(label, 0)})" for label in names[:LABELS])
-    labels += f" and {len(names) - LABELS} more" * (len(names) > LABELS)
     return (
         f"# Model of client `{name}`, trained with {visible(summary['title'])}\n\n"
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
-        f"- labels, in the order of the outputs, and this client's samples of each: {plain_text(labels)}\n"
+        + "".join(f"- {plain_text(line)}\n" for line in _labels(run, client))
         + "".join(f"- {line}\n" for line in about)
         + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"{shares} on this client's own samples, {when}:\n\n"

@@ -21,7 +21,7 @@ from perfed.training.engine import is_batched
 from perfed.training.files import Folder
 from perfed.training.folder import SettingsFolder
 from perfed.training.prepare import BASELINE, prepare
-from perfed.training.results import METRICS, Run
+from perfed.training.results import Run
 from perfed.training.statistics import gain_with_test
 
 FORM = {"seeds": [int], "metrics?": bool, "target?": (int, float, type(None))}
@@ -56,7 +56,10 @@ class Comparison:
             metrics: also show spread, fairness, convergence and cost.
             target: show them, and what it took to this mean test accuracy.
         """
-        prepare(config)  # what is wrong is refused before anything is written
+        task = prepare(config).clients.task  # what is wrong is refused before anything is written
+        metric = task.scores[task.headline].metric
+        if target is not None and (target < 0 or (target > 1 and metric == "accuracy")):
+            raise Problem(f"--target must be a mean {metric.replace('_', ' ')}, which cannot be {target:g}")
         unique = hashlib.sha256(f"{time.time_ns()}".encode()).hexdigest()[:4]
         folder = out or Path("runs") / f"{datetime.now():%Y-%m-%d}_compare_{config.data.name}_{unique}"
         own = SettingsFolder(folder, CONFIG)
@@ -113,20 +116,20 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     each = [next(summary for summary in run.summary() if summary["method"] == method) for run in runs]
     headline = runs[0].headline  # the same for all seeds
     over = lambda spreads: {key: _over_seeds([spread[key] for spread in spreads]) for key in spreads[0]}
-    accuracy = over([summary["accuracy"] for summary in each])
-    judged = over([run.spread(method, PERSONAL, METRICS[headline]) for run in runs])
+    metric = runs[0].metric
+    shown = over([summary[metric] for summary in each])
+    judged = over([run.spread(method, PERSONAL, run.judged) for run in runs])
     scores = over([summary["scores"][PERSONAL] for summary in each])
     gain = None
     if method != BASELINE and BASELINE in runs[0].entries:
-        metric = METRICS[headline]
-        pooled = [np.concatenate([run.scores(name, metric) for run in runs]) for name in (BASELINE, method)]
-        gain = gain_with_test(*pooled)
+        pooled = [np.concatenate([run.scores(name, run.judged) for run in runs]) for name in (BASELINE, method)]
+        gain = gain_with_test(*pooled, sign=runs[0].sign)
     mean = lambda values: int(np.mean(list(values)))
     sent: dict[str, Any] = {way: mean(summary["bytes"][way] for summary in each) for way in ("down", "up")}
     extra = [summary["bytes"]["extra"] for summary in each]
     sent["extra"] = {name: mean(numbers[name] for numbers in extra) for name in extra[0]}
     seconds = round(sum(summary["seconds"] for summary in each), 3)
-    about = {"method": method, "title": each[0]["title"], "accuracy": accuracy, "gain": gain, "bytes": sent}
+    about = {"method": method, "title": each[0]["title"], metric: shown, "gain": gain, "bytes": sent}
     if untrained := each[0]["untrained"]:
         about["untrained"] = untrained
     about |= {"headline": headline, "why": runs[0].why, "columns": runs[0].columns, "spread": judged, "scores": scores}

@@ -20,12 +20,12 @@ from perfed.models import make_network
 from perfed.studies.method_costs import passes
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
+from perfed.training.folder import task_of_run
 from perfed.training.prepare import BASELINE, make_method
 from perfed.training.results import Run
 from perfed.training.statistics import gain_over, means, spread
 
 FULL = ("macro_f1", "auc")  # made from all outputs at once, in the evaluations that `run.scores` names
-PICKED = (("test", "accuracy"), ("val", "accuracy"), ("test", "loss"), ("train", "loss"))  # what curves are made of
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,20 @@ class Curves:
     """Every client's scores in every evaluated round."""
 
     rounds: np.ndarray  # [R], ascending
-    test: np.ndarray  # [R, N], accuracy
+    test: np.ndarray  # [R, N], accuracy or another score
     val: np.ndarray  # [R, N]; NaN without validation samples
     loss: np.ndarray  # [R, N], on test samples
     samples: np.ndarray  # [N], test samples
     train_loss: np.ndarray | None = None  # [R, N], on training samples; NaN unless these were scored
+    sign: int = 1  # -1 where less is better
 
     @property
     def mean(self) -> np.ndarray:
-        """Mean test accuracy over clients, in every evaluated round."""
+        """Mean test score over clients, in every evaluated round."""
         return means(self.test)
 
 
-def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0) -> Curves:
+def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0, metric: str = "") -> Curves:
     """Read the scores of a method's models.
 
     Args:
@@ -53,7 +54,10 @@ def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0) -> Curv
         method: one of its methods.
         model: which of the method's models.
         until: the last round that counts; 0: all.
+        metric: the score; empty: the first of the run's task, such as accuracy.
     """
+    metric = metric or run.metric
+    picked = (("test", metric), ("val", metric), ("test", "loss"), ("train", "loss"))
     column = {client["name"]: index for index, client in enumerate(run.about["clients"])}
     samples = np.array([client["test"] for client in run.about["clients"]])
     tables: dict[int, np.ndarray] = {}
@@ -63,20 +67,20 @@ def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0) -> Curv
         if until and line["round"] > until:
             break
         scores = line[model]
-        table = tables.setdefault(line["round"], np.full((len(PICKED), len(column)), np.nan))
-        numbers = [scores.get(split, {}).get(metric) for split, metric in PICKED]
+        table = tables.setdefault(line["round"], np.full((len(picked), len(column)), np.nan))
+        numbers = [scores.get(split, {}).get(name) for split, name in picked]
         table[:, column[line["client"]]] = [np.nan if number is None else number for number in numbers]
     if not tables:
         early = f" up to round {until}" if log else ""
         why = f"the first are of round {log[0]['round']}" if log else "the run's log is missing or empty"
         raise Problem(f"'{folder.scores_log}' has no scores{early}: {why}")
     test, val, loss, train_loss = np.stack(list(tables.values()), axis=1)
-    return Curves(np.array(list(tables)), test, val, loss, samples, train_loss)
+    return Curves(np.array(list(tables)), test, val, loss, samples, train_loss, run.task.sign(metric))
 
 
-def first_round(rounds: np.ndarray, mean: np.ndarray, target: float) -> int | None:
-    """Return the first evaluated round with at least this mean accuracy."""
-    reached = np.flatnonzero(mean >= target - 1e-9)
+def first_round(rounds: np.ndarray, mean: np.ndarray, target: float, sign: int = 1) -> int | None:
+    """Return the first evaluated round with at least this mean score; with at most this one where `sign` is -1."""
+    reached = np.flatnonzero(sign * (mean - target) >= -1e-9)
     return int(rounds[reached[0]]) if len(reached) else None
 
 
@@ -106,7 +110,7 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
         run: a finished run.
         method: one of its methods.
         curve: the method's scores.
-        target: a mean test accuracy.
+        target: a mean test score.
 
     Returns:
         Rounds, bytes, floating-point operations and seconds; `area` under the accuracy curve. With a target rounds,
@@ -118,7 +122,7 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
     out["seconds"] = round(run.seconds(method), 3)
     out["area"] = area(curve.rounds, curve.mean)
     if target is not None:
-        reached = first_round(curve.rounds, curve.mean, target)
+        reached = first_round(curve.rounds, curve.mean, target, curve.sign)
         out["rounds_to_target"] = reached
         out["bytes_to_target"] = None if reached is None else int(sent[rounds <= reached][-1])
         each = None if reached is None else epochs(run, method)
@@ -132,7 +136,7 @@ def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any
     Args:
         run: a finished run.
         method: one of its methods.
-        target: a mean test accuracy; also say what it took to it.
+        target: a mean test score; also say what it took to it.
 
     Returns:
         The clients' accuracies (`spread`), losses, F1 and AUC, the gain over Local, what personalisation added
@@ -141,17 +145,17 @@ def summary(run: Run, method: str, target: float | None = None) -> dict[str, Any
     curve, others = curves(run, method), [m for m in run.result(method)["clients"][0] if m != PERSONAL]
     saved = run.result(method).get("saved_round", curve.rounds[-1])
     index = int(np.flatnonzero(curve.rounds == saved)[0])
-    accuracy = curve.test[index]
-    out: dict[str, Any] = {"method": method, **spread(accuracy, curve.samples)}
+    score = curve.test[index]
+    out: dict[str, Any] = {"method": method, **spread(score, curve.samples, curve.sign)}
     out["loss"] = float(means(curve.loss)[index])
     if curve.train_loss is not None and not np.isnan(curve.train_loss[index]).all():
         out["train_loss"] = float(means(curve.train_loss)[index])
     out |= full_scores(run, method)
     if BASELINE in run.entries and method != BASELINE:
-        out["gain"] = gain_over(run.accuracies(BASELINE), accuracy)
+        out["gain"] = gain_over(run.scores(BASELINE, run.metric), score, sign=curve.sign)
     start = next((model for model in ("before", "global") if model in others), None)
     if start:
-        out["delta"] = gain_over(run.accuracies(method, start), accuracy)["mean"]
+        out["delta"] = gain_over(run.scores(method, run.metric, start), score, sign=curve.sign)["mean"]
     return {**out, **system(run, method, curve, target), **memory(run.config, run.entries[method], run.about)}
 
 
@@ -197,9 +201,10 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
         entry: the method.
         about: who the run's clients are.
     """
-    count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), about["classes"])
-    method = make_method(config, entry, network, count)
-    method = replace(method, model=method.model.taking(tuple(about["shape"])))
+    task = task_of_run(about)
+    count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), task.outputs)
+    method = make_method(config, entry, network, count, task=task)
+    method = replace(method, model=method.model.taking(tuple(about["shape"]))).at(**vars(method.context))
     sizes = {model.width: model.size for model in models_of(method).values()}
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
     size = lambda state: int(count_bytes(tensors(state), sizes))
@@ -247,6 +252,7 @@ def network_flops(folder: Path) -> tuple[int, int]:
     """Count the operations of a sample's forward and backward pass through a run's network."""
     run = Run(folder)
     network, samples = run.network().train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
+    samples = samples.long() if run.about.get("tokens") else samples
     with FlopCounterMode(display=False) as counter:
         loss = network(samples).sum()
         forward = counter.get_total_flops()

@@ -1,9 +1,10 @@
 """Settings of one method, chosen on validation samples alone: the whole grid, or a search through it.
 
 Every trial is a run folder; what was tried is kept with its score in tune.json and tune.csv. A trial's score is the
-mean validation accuracy over clients in its best round, mean over seeds. Test samples are not looked at. Where cohorts
-are batches, trials that differ in lr alone are one batch. What was chosen for rows of a paper's table is kept in one
-file for each column, `tune-TABLE-COLUMN.json`, which the table finds among the results that come with perfed.
+mean over clients of the run's headline on validation samples in its best round, mean over seeds. Test samples are not
+looked at. Where cohorts are batches, trials that differ in lr alone are one batch. What was chosen for rows of a
+paper's table is kept in one file for each column, `tune-TABLE-COLUMN.json`, which the table finds among the results
+that come with perfed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from perfed.training.results import Run
 from perfed.training.statistics import means
 
 Settings = dict[str, Any]
-Score = dict[str, Any]  # validation accuracy, best round of each seed, and the problem where there is none
+Score = dict[str, Any]  # validation score, its metric and direction, best round of each seed; a problem where none is
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,11 @@ def tune(
         for batch in batches(task, machine):
             score(batch)
     else:
-        _search(task.grid, lambda settings: score([settings])[0]["validation"], trials)
+        _search(task.grid, lambda settings: score([settings])[0], trials)
     known = [trial for trial in tried if trial["validation"] is not None]
     if not known:
         raise Problem(f"no trial of {task.name} came to an end with a score: {tried[0]['problem']}")
-    best = max(known, key=lambda trial: trial["validation"])  # of several that are equal, the first
+    best = max(known, key=lambda trial: trial["sign"] * trial["validation"])  # of several that are equal, the first
     result = {**about, "best": best}
     written = [task.out / f"tune.{kind}" for kind in ("json", "csv")]
     if task.table:
@@ -178,21 +179,25 @@ def _scores(task: Task, batch: list[Settings], console: Console, seeds: int, mac
 
 def _score(cells: list[Cell]) -> Score:
     """Return the score of a trial: mean over its seeds, each in its best round."""
-    accuracies, rounds = [], []
+    scores, rounds, metric, sign = [], [], "", 1
     for cell in cells:
         if cell.diverged:
             return {"validation": None, "round": None, "problem": files.read_json(cell.record)["diverged"]}
-        curve = measures.curves(Run(cell.folder), cell.method)
+        run = Run(cell.folder)
+        metric = run.judged
+        curve = measures.curves(run, cell.method, metric=metric)
         mean = means(curve.val)
         if np.isnan(mean).all():
             raise Problem("tuning needs validation samples, and no client has one: set data.val above 0")
-        best = int(np.nanargmax(mean))
-        accuracies.append(float(mean[best]))
+        sign = curve.sign
+        best = int(np.nanargmax(sign * mean))
+        scores.append(float(mean[best]))
         rounds.append(int(curve.rounds[best]))
-    return {"validation": float(np.mean(accuracies)), "round": rounds, "problem": ""}
+    score = {"validation": float(np.mean(scores)), "round": rounds, "problem": ""}
+    return {**score, "metric": metric, "sign": sign}
 
 
-def _search(grid: dict[str, list[Any]], score: Callable[[Settings], float | None], trials: int) -> None:
+def _search(grid: dict[str, list[Any]], score: Callable[[Settings], Score], trials: int) -> None:
     """Try so many settings, each chosen in the light of those before it."""
     try:
         optuna = importlib.import_module("optuna")
@@ -201,11 +206,11 @@ def _search(grid: dict[str, list[Any]], score: Callable[[Settings], float | None
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     for _ in range(trials):
         trial = study.ask()
-        accuracy = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
-        if accuracy is None:
+        trial_score = score({key: trial.suggest_categorical(key, values) for key, values in grid.items()})
+        if trial_score["validation"] is None:
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
         else:
-            study.tell(trial, accuracy)
+            study.tell(trial, trial_score["sign"] * trial_score["validation"])
 
 
 def _write(out: Path, about: dict[str, Any]) -> None:

@@ -76,15 +76,27 @@ class RunConfig:
         1, "rounds between evaluations; the last round is always evaluated", at_least=1, at_most=10**9
     )
     patience: int = hyper(
-        0, "stop after so many rounds without a better mean validation accuracy (0: never)", at_least=0, at_most=10**9
+        0, "stop after so many rounds without a better mean validation score (0: never)", at_least=0, at_most=10**9
     )
     scores: Literal["last", "every", "none"] = hyper(
-        "last", "balanced accuracy, macro-F1 and AUC: at the last evaluation, at every one, or never"
+        "last", "balanced accuracy, macro-F1, AUC, R2 and the like: at the last evaluation, at every one, or never"
     )
     train_scores: bool = hyper(False, "evaluations score the training samples, too: training loss and accuracy")
-    headline: Literal["auto", "accuracy", "balanced", "f1", "auc"] = hyper(
+    headline: Literal[
         "auto",
-        "what methods are judged by; auto: balanced accuracy where over 80 % of all test samples are of one class",
+        "accuracy",
+        "balanced",
+        "f1",
+        "auc",
+        "average_precision",
+        "absolute_error",
+        "squared_error",
+        "r2",
+        "perplexity",
+    ] = hyper(
+        "auto",
+        "what methods are judged by, a score of the task; auto: its first, but balanced accuracy (of labels AUC) where "
+        "over 80 % of all test samples are of one class",
     )
     class_weights: Literal["none", "balanced"] = hyper(
         "none",

@@ -37,8 +37,10 @@ from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.model import Model
+from perfed.core.task import Classification, Task, task_of
 from perfed.data.preparation import Column, Preparation
 from perfed.engines.scores import PERSONAL
+from perfed.engines.trees import pack, paths, unpack
 from perfed.models import is_path
 from perfed.training import catalog, files
 from perfed.training.config import Config, from_dict, is_leftover, new_folder, parse_toml, to_toml
@@ -50,9 +52,10 @@ MANY = 1000  # clients from which on a file for each is written, and looked into
 # What files must look like, as `files.refuse_form` takes it; keys that only some versions or runs have are not here.
 SIZES = {"train": int, "val": int, "test": int}
 CLIENTS = {"shape": [int], "classes": int, "image": bool, "clients": [{"name": str, **SIZES}]}
+CLIENTS |= {"task?": {"kind": str, "outputs": int}}
 CLIENTS |= {key: (list, type(None)) for key in ("mean", "std", "labels", "columns")}
 ENVIRONMENT = {"versions": {str: str}}
-SCORES = {PERSONAL: {"test": {"accuracy": NUMBER, str: NUMBER}, str: {str: NUMBER}}, str: {str: {str: NUMBER}}}
+SCORES = {PERSONAL: {"test": {str: NUMBER}, str: {str: NUMBER}}, str: {str: {str: NUMBER}}}
 BYTES = dict.fromkeys(("down_shared", "down_own", "up_mean", "up_own"), int) | {"extra?": {str: int}}
 REFUSED = {"client": str, "round": int, "tensor": str, "reason": str}
 RESULT = {"title": str, "rounds": int, "evaluates": str, "bytes": BYTES, "clients": [SCORES], "diverged?": str}
@@ -76,31 +79,49 @@ def save_models(
     model: Model,
     home: Path,
     method: str,
-    models: dict[str, Tensor],
+    models: dict[str, Any],
     preparation: Preparation | None = None,
 ) -> dict[Path, str]:
     """Write models as files that any safetensors reader opens.
+
+    A theta is written as the network's parameters by their names, another tree as its tensors by their places in it.
 
     Args:
         folder: what is written lies in it.
         model: the network whose parameters they are.
         home: a client's folder, or a method's where all clients share its models.
         method: the method's name, for whoever finds the file.
-        models: name -> theta.
+        models: name -> model.
         preparation: what becomes of a table's rows before a model sees them.
 
     Returns:
         The SHA-256 of each file.
     """
     form = {} if preparation is None else {"preparation": json.dumps(preparation.plain())}
+    form |= {} if isinstance(model.task, Classification) else {"task": json.dumps(model.task.plain())}
     folder.make(home)
     digests = {}
-    for name, theta in models.items():
-        about = {"format": "pt", "method": method, "model": name, **form}
-        state = {key: tensor.cpu() for key, tensor in model.state_dict(theta).items()}
+    for name, tree in models.items():
+        state, places = _tensors_of(model, tree)
+        about = {"format": "pt", "method": method, "model": name, **form, **places}
+        state = {key: tensor.cpu() for key, tensor in state.items()}
         path = model_file(home, name)
         digests[path] = folder.write(path, files.tensor_file(state, about))
     return digests
+
+
+def _tensors_of(model: Model, tree: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a model as named tensors, and where in its tree they are; of a theta the network knows that."""
+    if isinstance(tree, Tensor) and tree.shape == (model.width,):
+        return model.state_dict(tree), {}
+    skeleton, tensors = pack(tree)
+    names, tensors = paths(tree, "model"), [tensor.detach().contiguous().clone() for tensor in tensors]
+    return dict(zip(names, tensors, strict=True)), {"tree": json.dumps([skeleton, names])}
+
+
+def task_of_run(about: dict[str, Any]) -> Task:
+    """Return what a run's clients learn, as its folder describes them; older runs knew classification alone."""
+    return task_of(about["task"]) if "task" in about else Classification(about["classes"])
 
 
 def preparation_of(about: dict[str, Any], client: str = "") -> Preparation | None:
@@ -201,8 +222,10 @@ class RunFolder(SettingsFolder):
         self.method = cache(self._method)
 
     def config(self) -> Config:
-        """Read the configuration as this version means it: perfed 0.1 knew no normalised tables."""
+        """Read the configuration as this version means it: perfed 0.1 knew no normalised tables, and one task."""
         config = super().config()
+        if config.data.task == "auto":  # which is never written
+            config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="classification"))
         if config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1:
             return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
@@ -383,18 +406,28 @@ class MethodFolder:
         own, shared = model_file(self.client(folder)), model_file(self.path)
         return shared if self.files.exists(shared) and not self.files.exists(own) else own
 
-    def load_model(self, path: Path) -> dict[str, Tensor]:
-        """Read a model; a damaged one is a Problem, and FileNotFoundError says that none was written."""
+    def load_model(self, path: Path) -> tuple[dict[str, Tensor], Any]:
+        """Read a model; a damaged one is a Problem, and FileNotFoundError says that none was written.
+
+        Returns:
+            Its tensors by name, and its tree where it is no theta, else None.
+        """
         if self.name_of(path) in self.digests:
             self.refuse_damaged(path)
         try:
             with self.files.open(path) as file:
-                state = load(file.read())
-        except (SafetensorError, OSError, ValueError, KeyError):
+                content = file.read()
+            state = load(content)
+            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+            places = header.get("__metadata__", {}).get("tree")
+            if places is None:
+                return state, None
+            skeleton, names = json.loads(places)
+            return state, unpack(skeleton, [state[name] for name in names])
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             if not self.files.exists(path):
                 raise FileNotFoundError(str(path)) from None
             raise Problem(f"'{path}' is damaged or not a model") from None
-        return state
 
     def forget_best(self) -> None:
         """Remove what a run that is over does not need any more."""

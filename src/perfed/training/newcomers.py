@@ -19,10 +19,11 @@ from torch import Tensor
 
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.data import Data
-from perfed.core.errors import Problem, nearest
+from perfed.core.errors import Problem, few, nearest
 from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method
 from perfed.core.rounds import Known, Phase
+from perfed.core.task import Classification, task_of
 from perfed.core.tree import tree_map
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
@@ -45,7 +46,7 @@ from perfed.training.prepare import (
 from perfed.training.results import Run
 from perfed.training.train import MethodRun, train
 
-HOW_FILES_ARE_READ = ("labels", "label_column", "client_column", "channels")
+HOW_FILES_ARE_READ = ("labels", "task", "label_column", "client_column", "channels")
 GENERAL = "general"  # the model that a server has for everybody, beside a newcomer's own
 
 
@@ -69,7 +70,9 @@ class Visit(Experiment):
     def method(self, entry: Entry) -> Method:
         """Return a method with its settings; the one that newcomers meet is `visited`."""
         count = len(self.run.about["clients"])
-        method = make_method(self.config, entry, self.network, count, class_weights=self.class_weights)
+        method = make_method(
+            self.config, entry, self.network, count, class_weights=self.class_weights, task=self.clients.task
+        )
         if entry.name != self.name or entry.name == BASELINE:
             return method
         return visited(method, self.run.folder.method(self.name).server())
@@ -209,6 +212,10 @@ def visited(method: Method, server: Any) -> Method:
 
     @dataclasses.dataclass(frozen=True)
     class Visited(kind):
+        @property
+        def one_for_all(self) -> bool:
+            return False  # each has its own beside the general one
+
         def init_server(self, _clients: int, /) -> Any:
             return server
 
@@ -251,8 +258,9 @@ def load_newcomers(run: Run, data: DataConfig) -> Clients:
     table = len(run.about["shape"]) == 1
     data = dataclasses.replace(data, normalise=run.config.data.normalise if table else "channel")
     preparation = preparation_of(run.about)
-    known = None if preparation is None else {**(run.about.get("preparation") or preparation.plain())}
-    return as_in_training(load_clients(data, run.config.run.seed, known), run.about)
+    known = {} if preparation is None else preparation.plain()
+    known |= run.about.get("preparation") or {}
+    return as_in_training(load_clients(data, run.config.run.seed, known or None), run.about)
 
 
 def visit(engine: Engine, down: Down, round: int) -> None:
@@ -291,13 +299,29 @@ def as_in_training(clients: Clients, about: dict[str, Any]) -> Clients:
         raise Problem("the run was trained on images of bytes and the new samples are not, or the other way round")
     scale = {key: None if about[key] is None else torch.tensor(about[key]).view(-1, 1, 1) for key in ("mean", "std")}
     splits = {name: clients.split(name) for name in SPLITS}
+    if clients.task.kind != "classification":
+        labels = _other_labels(clients, about)
+        return dataclasses.replace(clients, **scale, task=task_of(about["task"]), labels=labels)
     if clients.labels is not None or about["labels"] is not None:
         number = torch.tensor(_places(class_names(clients), known_labels(about), "label"))
         splits = {name: dataclasses.replace(s, y=number[s.y]) for name, s in splits.items()}
     elif clients.classes > about["classes"]:
         raise Problem(f"the new clients have {clients.classes} classes, the run's models know {about['classes']}")
     labels = about["labels"] and tuple(about["labels"])
-    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"], labels=labels)
+    task = Classification(about["classes"])
+    return dataclasses.replace(clients, **splits, **scale, classes=about["classes"], labels=labels, task=task)
+
+
+def _other_labels(clients: Clients, about: dict[str, Any]) -> tuple[str, ...] | None:
+    """Return what the outputs of a run of another task than classification are called; refuse other outputs."""
+    task, names = task_of(about["task"]), about["labels"]
+    if clients.task.kind != task.kind:
+        raise Problem(f"the new clients' task is {clients.task.kind}, the run's {task.kind}")
+    if clients.labels is not None and list(clients.labels) != names:
+        raise Problem(f"the new clients' labels are {few(clients.labels)}, the run's {few(names or ['numbers'])}")
+    if clients.task.outputs > task.outputs:
+        raise Problem(f"the new clients have {clients.task.outputs} outputs, the run's models {task.outputs}")
+    return names and tuple(names)
 
 
 def _places(wanted: Sequence[str], known: Sequence[str], what: str) -> list[int]:

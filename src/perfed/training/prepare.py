@@ -26,10 +26,12 @@ from perfed.core.errors import Problem, SettingsProblem
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.rates import Rates
+from perfed.core.task import Task
 from perfed.data import load
 from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
+from perfed.data.strata import stratum_counts, stratum_names
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
 from perfed.federation.optimizers import ServerOptimizer
@@ -38,7 +40,7 @@ from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
 from perfed.training.engine import pick_device, pick_engine
-from perfed.training.folder import RunFolder
+from perfed.training.folder import RunFolder, task_of_run
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
@@ -69,7 +71,8 @@ class Experiment:
 
     def method(self, entry: catalog.Entry) -> Method:
         """Return a method with its settings."""
-        return make_method(self.config, entry, self.network, len(self.clients), self.device, self.class_weights)
+        about = {"class_weights": self.class_weights, "task": self.clients.task}
+        return make_method(self.config, entry, self.network, len(self.clients), self.device, **about)
 
     @cached_property
     def class_weights(self) -> tuple[float, ...] | None:
@@ -78,8 +81,8 @@ class Experiment:
 
 
 def training_labels(clients: Clients) -> list[int]:
-    """Count the training samples of each class, of all clients together: sums of what each of them counts."""
-    return torch.bincount(clients.train.y.cpu(), minlength=clients.classes).tolist()
+    """Count the training samples of each class (or what stands for it), of all clients together."""
+    return stratum_counts(clients, "train").sum(axis=0).tolist()
 
 
 def class_weights(run: RunConfig, counts: Sequence[int]) -> tuple[float, ...] | None:
@@ -104,6 +107,7 @@ def make_method(
     clients: int,
     device: str = "cpu",
     class_weights: Sequence[float] | None = None,
+    task: Task | None = None,
 ) -> Method:
     """Make a method as a configuration describes it.
 
@@ -114,13 +118,15 @@ def make_method(
         clients: how many there are in all.
         device: where its tensors are.
         class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
+        task: what is learned; None: classes.
 
     Returns:
         The method, with a model of its own.
     """
     run = config.run
     dtype = getattr(torch, run.precision)
-    model = Model(network, head=config.model.head, dtype=dtype, device=device, class_weights=class_weights)
+    about = {"dtype": dtype, "device": device, "class_weights": class_weights, "task": task}
+    model = Model(network, head=config.model.head, **about)
     kind, settings = entry.load(), config.settings(entry)
     try:
         cohort = cohort_size(clients, run.participation)
@@ -180,9 +186,9 @@ def prepare(config: Config) -> Experiment:
     device = pick_device(config.run.device)
     clients = augmented(load_clients(config.data, config.run.seed), config.run)
     _refuse_without_scores(config.run, clients)
-    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape))
+    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape, clients.task.kind))
     data = dataclasses.replace(config.data, partition=scheme(config.data))
-    data = dataclasses.replace(data, normalise=resolve(data, clients.shape))
+    data = dataclasses.replace(data, normalise=resolve(data, clients.shape), task=clients.task.kind)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network, notices = build(model, clients, config.run.precision), clients.notices
@@ -222,8 +228,13 @@ def _refuse_without_scores(run: RunConfig, clients: Clients) -> None:
     for setting, wanted in (("patience", run.patience > 0), ("save_round = best", run.save_round == "best")):
         if wanted and not len(clients.val.y):
             raise Problem(f"run.{setting} needs validation samples, and no client has one: set data.val above 0")
-    if run.scores == "none" and run.headline not in ("auto", "accuracy"):
+    task = clients.task
+    if run.headline not in ("auto", *task.scores):
+        raise Problem(f"run.headline = {run.headline} is no score of {task.in_words}: it has {', '.join(task.scores)}")
+    if run.scores == "none" and run.headline != "auto" and task.scores[run.headline].metric in task.whole:
         raise Problem(f"run.headline = {run.headline} needs scores that run.scores = none leaves out")
+    if run.class_weights != "none" and task.kind != "classification":
+        raise Problem(f"run.class_weights = {run.class_weights} weighs classes, and the task is {task.kind}")
     if run.save_round == "best" and run.save_models == "none":
         raise Problem("run.save_round = best has nothing to save with run.save_models = none")
 
@@ -318,16 +329,18 @@ def describe(clients: Clients) -> dict[str, Any]:
         for tensor in (clients.split(name).x, clients.split(name).y):
             digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = []
-    names, counts = class_names(clients), _label_counts(clients, *SPLITS)
+    names, counts = stratum_names(clients), stratum_counts(clients, *SPLITS)
     for id, name in enumerate(clients.names):
         sizes = {split: clients.split(split).size[id] for split in SPLITS}
         listed.append({"name": name, **sizes, "labels": {}})
-    for (id, label), count in zip(counts.nonzero().tolist(), counts[counts > 0].tolist(), strict=True):
+    for (id, label), count in zip(np.argwhere(counts).tolist(), counts[counts > 0].tolist(), strict=True):
         listed[id]["labels"][names[label]] = count
     return {
         "shape": list(clients.shape),
         "classes": clients.classes,
+        "task": clients.task.plain(),
         "image": clients.train.x.dtype == torch.uint8,
+        "tokens": clients.train.x.dtype == torch.int64,
         "mean": _numbers(clients.mean),
         "std": _numbers(clients.std),
         "labels": clients.labels and list(clients.labels),
@@ -343,6 +356,8 @@ def describe(clients: Clients) -> dict[str, Any]:
 
 def about_inputs(clients: Clients) -> str:
     """Say where training inputs are so large that no learning rate suits them; empty where none is."""
+    if clients.train.x.dtype == torch.int64:  # tokens
+        return ""
     x, largest, place = clients.train.x.flatten(1), 0.0, (0, 0)
     for first in range(0, len(x), AT_ONCE):
         piece = clients.ready(clients.train.x[first : first + AT_ONCE], torch.float64).flatten(1).abs()
@@ -359,30 +374,48 @@ def about_inputs(clients: Clients) -> str:
 
 def class_names(clients: Clients) -> list[str]:
     """Return what the classes are called: their numbers, where the data have no names."""
-    return list(clients.labels or map(str, range(clients.classes)))
+    return list(clients.labels or map(str, range(clients.task.outputs)))
 
 
 def known_labels(about: dict[str, Any]) -> list[str]:
     """Return what a run's classes are called, of what `describe` said about its clients."""
-    return list(about["labels"] or map(str, range(about["classes"])))
+    return list(about["labels"] or map(str, range(task_of_run(about).outputs)))
 
 
-def _label_counts(clients: Clients, *splits: str) -> Tensor:
-    """Count the samples of each class that each client has in some splits together: [clients, classes]."""
-    total = torch.zeros(len(clients) * clients.classes, dtype=torch.int64)
-    for split in map(clients.split, splits):
-        owner = torch.arange(len(clients)).repeat_interleave(torch.tensor(split.size))
-        total += torch.bincount(owner * clients.classes + split.y.cpu(), minlength=len(total))
-    return total.view(len(clients), clients.classes)
+def headline(run: RunConfig, about: dict[str, Any]) -> str:
+    """Return the name of the score that a run's methods are judged by, a key of its task's `scores`.
+
+    Where the run does not name it, another one if more than 80 % of all test samples are alike (of classes balanced
+    accuracy, of labels AUC).
+
+    Args:
+        run: the run's settings.
+        about: its clients, as its folder describes them.
+    """
+    task = task_of_run(about)
+    if run.headline != "auto":
+        return run.headline
+    uneven = task.uneven and run.scores != "none" and about.get("majority", {"pooled": 0.0})["pooled"] > MAJORITY
+    return task.uneven if uneven else task.headline
 
 
 def _majority(clients: Clients) -> dict[str, Any]:
-    """Say how far one class outnumbers the others among the test samples: what decides the headline of a run."""
-    counts = _label_counts(clients, "test").numpy()
+    """Say how far one class outnumbers the others among the test samples: what decides the headline of a run.
+
+    Of several labels it is said how many are there, and how many are not.
+    """
+    kind, names = clients.task.kind, ["absent", "there"]
+    if kind in ("classification", "binary"):
+        counts, names = stratum_counts(clients, "test"), stratum_names(clients)
+    elif kind == "multilabel":
+        there = np.array([int(y.sum()) for y in clients.test.y.cpu().split(list(clients.test.size))])
+        counts = np.stack([np.array(clients.test.size) * clients.task.outputs - there, there], 1)
+    else:
+        return {"label": "", "pooled": 0.0, "clients": 0}
     most = int(counts.sum(axis=0).argmax())
     each = counts[:, most] / np.maximum(counts.sum(axis=1), 1)
     pooled = float(counts[:, most].sum() / counts.sum())
-    return {"label": class_names(clients)[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
+    return {"label": names[most], "pooled": pooled, "clients": int((each > MAJORITY).sum())}
 
 
 def _numbers(tensor: Tensor | None) -> list[float] | None:

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from perfed.core.errors import Problem, nearest
+from perfed.core.method import Method
+from perfed.core.task import Task
 from perfed.data.preparation import Preparation
 from perfed.data.records import Records, from_frame, is_frame, numbers_alone
 from perfed.engines.scores import PERSONAL, plain
 from perfed.models import make_network
+from perfed.models.predictor import Predictor, dtype_of
 from perfed.models.raw_rows import OnRawRows
 from perfed.training.config import Config
-from perfed.training.folder import MANY, RunFolder, preparation_of
-from perfed.training.prepare import BASELINE, MAJORITY, known_labels
+from perfed.training.folder import MANY, RunFolder, preparation_of, task_of_run
+from perfed.training.prepare import BASELINE, MAJORITY, headline, known_labels, make_method
 from perfed.training.settings import in_words, outdated
 from perfed.training.statistics import gain_with_test, means, spread
-
-METRICS = {"accuracy": "accuracy", "balanced": "balanced_accuracy", "f1": "macro_f1", "auc": "macro_auc"}
-TITLES = {"accuracy": "accuracy", "balanced": "balanced accuracy", "f1": "macro-F1", "auc": "AUC (mean over classes)"}
 
 
 class ClientModel:
@@ -44,8 +44,13 @@ class ClientModel:
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy of the personalised model."""
-        return self.scores["personal"]["test"]["accuracy"]
+        """Test accuracy of the personalised model; None where the task has none."""
+        return self.scores["personal"]["test"].get("accuracy")
+
+    @property
+    def score(self) -> float | None:
+        """Test score of the personalised model, in the metric `run.metric`."""
+        return self.scores["personal"]["test"].get(self.run.metric)
 
     @property
     def preparation(self) -> Preparation | None:
@@ -63,7 +68,11 @@ class ClientModel:
         return tuple(self.run.about["shape"]) if self.preparation is None else (len(self.preparation.columns),)
 
     def model(self) -> nn.Module:
-        """Return the personalised network, in eval mode; one of a table takes rows as they are (`OnRawRows`)."""
+        """Return a module in eval mode that gives outputs for samples.
+
+        It is the personalised network; where the method predicts in its own way, a `Predictor`. One of a table takes
+        rows as they are (`OnRawRows`).
+        """
         network, preparation = self._network(), self.preparation
         return network if preparation is None or not preparation.changes else OnRawRows(network, preparation).eval()
 
@@ -71,11 +80,13 @@ class ClientModel:
         self.run.refuse_changed_network(self.method)
         network = self.run.network()
         try:
-            state = self.run.folder.method(self.method).load_model(self.path)
+            state, tree = self.run.folder.method(self.method).load_model(self.path)
         except FileNotFoundError:
             raise Problem(
                 f"client '{self.name}' has no model of {self.method}: the run kept none (--save-models), or it is lost"
             ) from None
+        if tree is not None:
+            return Predictor(self.run.made(self.method), tree).eval()
         known = network.state_dict()
         real = [key for key in state if key in known and known[key].is_floating_point()]
         if not real:
@@ -89,10 +100,13 @@ class ClientModel:
             network.load_state_dict(network.state_dict() | state)
         except RuntimeError:
             raise Problem(f"'{self.path}' does not fit the run's network") from None
+        method = self.run.made(self.method)
+        if method.has_own_predict():
+            return Predictor(method, method.model.flat(network.state_dict())).eval()
         return network.eval()
 
     def predict(self, x: Any, notice: Callable[[str], object] = warnings.warn) -> np.ndarray:
-        """Return the class of every sample.
+        """Return what the model predicts for every sample.
 
         Args:
             x: samples [n, ...] as the data set gives them: images from 0 to 255 are scaled as in training. Rows of a
@@ -100,9 +114,10 @@ class ClientModel:
             notice: is told which columns are not used, and which texts are unknown.
 
         Returns:
-            The classes [n], numbered as in training.
+            The classes [n], numbered as in training; of labels their probabilities, of numbers these in units of the
+            label, of tokens the next one at each position.
         """
-        return self.logits(x, notice).argmax(1).numpy()
+        return self.run.task.predicted(self.logits(x, notice)).numpy()
 
     def logits(self, x: Any, notice: Callable[[str], object] = warnings.warn) -> Tensor:
         """Return the network's output for samples.
@@ -112,10 +127,10 @@ class ClientModel:
             notice: as for `predict`.
 
         Returns:
-            Logits [n, classes].
+            Logits [n, classes], or what the run's task has for them.
         """
         network = self._network()
-        dtype, preparation = next(network.parameters()).dtype, self.preparation
+        dtype, preparation = dtype_of(network), self.preparation
         if preparation is not None:
             x = preparation.apply(torch.from_numpy(self._rows(x, preparation, notice))).to(dtype)
             return _finite_logits(network, x)
@@ -125,6 +140,8 @@ class ClientModel:
             x = x.movedim(-1, 1)
         if x.shape[1:] != shape or x.dim() != len(shape) + 1:
             raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
+        if self.run.about.get("tokens"):
+            return _finite_logits(network, x.long())
         image = self.run.about["image"]  # trained on bytes: then x holds 0 to 255, whatever its type
         x = x.to(dtype) / (255 if image else 1)
         if image and self.run.about["mean"] is not None:
@@ -135,7 +152,9 @@ class ClientModel:
     def _rows(self, x: Any, preparation: Preparation, notice: Callable[[str], object]) -> np.ndarray:
         """Return rows of a table as `Preparation.apply` takes them."""
         data = self.run.config.data
-        values, notes = preparation.align(_records(x), "the input", (data.label_column, data.client_column))
+        records = _records(x)
+        apart = (*data.label_columns(records.columns or ()), data.client_column)
+        values, notes = preparation.align(records, "the input", apart)
         for note in notes:
             notice(note)
         return values
@@ -180,7 +199,32 @@ class Run:
 
     @cached_property
     def _network(self) -> Callable[[], nn.Module]:
-        return make_network(self.config.model, tuple(self.about["shape"]), self.about["classes"])
+        return make_network(self.config.model, tuple(self.about["shape"]), self.task.outputs)
+
+    @cached_property
+    def task(self) -> Task:
+        """What the clients learn."""
+        return task_of_run(self.about)
+
+    @property
+    def metric(self) -> str:
+        """The score that logs, lists and pictures show: the first of the task's."""
+        return self.task.scores[self.task.headline].metric
+
+    @property
+    def judged(self) -> str:
+        """The metric of the headline."""
+        return self.task.scores[self.headline].metric
+
+    @property
+    def sign(self) -> int:
+        """Return -1 where less of the headline is better, else 1."""
+        return self.task.sign(self.judged)
+
+    def made(self, method: str) -> Method:
+        """Return a method with the run's settings, as it predicts with the clients' models."""
+        count = len(self.about["clients"])
+        return make_method(self.config, self.entries[method], self._network, count, task=self.task)
 
     @property
     def labels(self) -> list[str]:
@@ -189,20 +233,19 @@ class Run:
 
     @cached_property
     def headline(self) -> str:
-        """What methods are judged by: accuracy, balanced, f1 or auc; a key of `METRICS`.
+        """What methods are judged by, a key of `task.scores`, such as accuracy, balanced, f1 or auc.
 
         Where the run does not name it, balanced accuracy if more than 80 % of all test samples are of one class.
         """
-        asked = self.config.run.headline
-        if asked != "auto":
-            return asked
-        return "balanced" if self._majority["pooled"] > MAJORITY and self._has_all_scores else "accuracy"
+        name, usual = headline(self.config.run, self.about), self.task.headline
+        return name if self.config.run.headline != "auto" or name == usual or self._has_all_scores else usual
 
     @property
     def columns(self) -> list[str]:
         """Other scores that stand beside the headline: none where accuracy says enough."""
-        usual = self.headline == "accuracy" and not self._accuracy_says_little
-        return [] if usual or not self._has_all_scores else [key for key in METRICS if key != self.headline]
+        classes = self.task.kind == "classification"
+        usual = classes and self.headline == "accuracy" and not self._accuracy_says_little
+        return [] if usual or not self._has_all_scores else [key for key in self.task.scores if key != self.headline]
 
     @property
     def _majority(self) -> dict[str, Any]:
@@ -218,18 +261,24 @@ class Run:
     @cached_property
     def _has_all_scores(self) -> bool:
         clients = [self.result(name)["clients"][0] for name in self.entries]
-        return all(metric in client[PERSONAL].get("test", {}) for client in clients for metric in METRICS.values())
+        metrics = [score.metric for score in self.task.scores.values()]
+        return all(metric in client[PERSONAL].get("test", {}) for client in clients for metric in metrics)
 
     @property
     def why(self) -> str:
-        """Why other scores than accuracy stand in the run's table, in a sentence; empty where accuracy says enough."""
+        """Which scores stand in the run's table, and why, in a sentence; empty where they are accuracies."""
         majority, parts = self._majority, []
         if self._accuracy_says_little:
             pooled = f"{majority['pooled']:.1%} of all test samples"
             many = f"more than {MAJORITY:.0%} of those of {majority['clients']} of {len(self.about['clients'])} clients"
-            parts.append(f"'{majority['label']}' is the label of {pooled} and of {many}: accuracy alone says little")
+            alike = f"'{majority['label']}' is the label of {pooled} and of {many}"
+            if self.task.kind == "multilabel":
+                alike = f"{majority['pooled']:.1%} of all labels of test samples are {majority['label']}"
+            parts.append(f"{alike}: accuracy alone says little")
         if self.headline != "accuracy":
-            parts.append(f"mean, weighted, worst tenth and gain are of {TITLES[self.headline]}")
+            less = ", of which less is better: a gain is what it falls by" if self.sign < 0 else ""
+            title = self.task.scores[self.headline].title
+            parts.append(f"mean, weighted, worst tenth and gain are of {title}{less}")
         return "; ".join(parts)
 
     def network(self) -> nn.Module:
@@ -303,7 +352,8 @@ class Run:
 
         Args:
             method: the method's name.
-            metric: accuracy, loss, and where the run has them balanced_accuracy, macro_f1, auc and macro_auc.
+            metric: accuracy, loss, and where the run has them balanced_accuracy, macro_f1, auc and macro_auc; those of
+                its task.
             model: which of the models that the method evaluates.
             split: train (where it was scored), val or test.
 
@@ -314,17 +364,17 @@ class Run:
         return np.array([np.nan if s is None else s for s in scores])
 
     def curve(self, method: str, model: str = "personal") -> tuple[list[int], list[float]]:
-        """Return how the mean test accuracy went.
+        """Return how the mean test score `metric` went: accuracy, unless the task has another.
 
         Args:
             method: the method's name.
             model: which of the models that the method evaluates.
 
         Returns:
-            The rounds that were evaluated, and the mean test accuracy in each.
+            The rounds that were evaluated, and the mean test score in each.
         """
-        lines = [line for line in self.folder.method(method).rounds() if "accuracy" in line]
-        return [line["round"] for line in lines], [line["accuracy"][model] for line in lines]
+        lines = [line for line in self.folder.method(method).rounds() if self.metric in line]
+        return [line["round"] for line in lines], [line[self.metric][model] for line in lines]
 
     def seconds(self, method: str) -> float:
         """Return the time spent in rounds, interruptions not counted.
@@ -361,9 +411,9 @@ class Run:
             "headline": self.headline,
             "why": self.why,
             "scores": {model: self._means(name, model) for model in (PERSONAL, *others)},
-            "spread": {model: self.spread(name, model, METRICS[self.headline]) for model in (PERSONAL, *others)},
-            "accuracy": self.spread(name, PERSONAL),
-            "others": {model: self.spread(name, model) for model in others},
+            "spread": {model: self.spread(name, model, self.judged) for model in (PERSONAL, *others)},
+            self.metric: self.spread(name, PERSONAL, self.metric),
+            "others": {model: self.spread(name, model, self.metric) for model in others},
             "gain": None if name == BASELINE or BASELINE not in self.entries else self.gain(name),
             "bytes": {
                 "down": sent["down_shared"] + sent["down_own"],
@@ -419,7 +469,7 @@ class Run:
 
     def _means(self, method: str, model: str) -> dict[str, float | None]:
         """Return the mean over clients of every score."""
-        values = {key: self.scores(method, metric, model) for key, metric in METRICS.items()}
+        values = {key: self.scores(method, score.metric, model) for key, score in self.task.scores.items()}
         return {key: plain(means(each[None])[0].item()) for key, each in values.items()}
 
     def spread(self, method: str, model: str = PERSONAL, metric: str = "accuracy") -> dict[str, float | None]:
@@ -434,12 +484,14 @@ class Run:
             Its `mean`, `weighted` by samples, `std`, and `worst10`; None where no client has the score.
         """
         samples = np.array([client["test"] for client in self.about["clients"]])
-        numbers = spread(self.scores(method, metric, model), samples)
+        numbers = spread(self.scores(method, metric, model), samples, self.task.sign(metric))
         shown = {"mean": "mean", "weighted": "pooled", "std": "std", "worst10": "worst10"}
         return {name: plain(numbers[key]) for name, key in shown.items()}
 
     def gain(self, method: str) -> dict[str, Any]:
         """Compare a method with Local, client by client, in the test score that is the run's headline.
+
+        A gain is above 0 where the method is better, whichever direction that is; it is in units of the score.
 
         Args:
             method: the method's name.
@@ -447,5 +499,4 @@ class Run:
         Returns:
             What `gain_with_test` returns.
         """
-        metric = METRICS[self.headline]
-        return gain_with_test(self.scores(BASELINE, metric), self.scores(method, metric))
+        return gain_with_test(self.scores(BASELINE, self.judged), self.scores(method, self.judged), sign=self.sign)

@@ -1,6 +1,7 @@
 """Statistics over clients: how a number per client is spread, and what a method gains over a baseline.
 
-Accuracies are shares, not percent. A client without samples has no accuracy: its number is NaN, and counts nowhere.
+Accuracies are shares, not percent. A client without samples has no score: its number is NaN, and counts nowhere. Where
+less is better (errors, perplexity), `sign` is -1: the worst clients have the largest numbers, and a gain is what falls.
 """
 
 from __future__ import annotations
@@ -27,67 +28,70 @@ def tenth(clients: int) -> int:
     return max(1, (clients + 5) // 10)
 
 
-def spread(accuracy: np.ndarray, samples: np.ndarray) -> dict[str, float]:
-    """Describe how accuracies are spread over clients.
+def spread(scores: np.ndarray, samples: np.ndarray, sign: int = 1) -> dict[str, float]:
+    """Describe how scores are spread over clients.
 
     Args:
-        accuracy: a number for each client.
+        scores: a number for each client.
         samples: the samples that each client's number was measured on.
+        sign: -1 where less is better.
 
     Returns:
-        `mean`, `std` and `variance` over clients; `pooled`, the mean over all samples; `p10`, the 10th percentile;
-        `worst10`, the mean of the worst tenth of the clients (see `tenth`); `jain`, Jain's index of fairness. All of
-        them are NaN where no client has an accuracy.
+        `mean`, `std` and `variance` over clients; `pooled`, the mean over all samples; `p10`, the 10th percentile from
+        the worst; `worst10`, the mean of the worst tenth of the clients (see `tenth`); `jain`, Jain's index of
+        fairness. All of them are NaN where no client has a score.
 
     >>> numbers = spread(np.array([0.5, 1.0]), np.array([30, 10]))
     >>> numbers["mean"], numbers["pooled"], numbers["std"], numbers["jain"]
     (0.75, 0.625, 0.25, 0.9)
     """
-    known = ~np.isnan(accuracy)
-    a, n = accuracy[known], samples[known]
+    known = ~np.isnan(scores)
+    a, n = scores[known], samples[known]
     if not len(a):
         return dict.fromkeys(SPREAD, float("nan"))
-    worst = np.sort(a)[: tenth(len(a))]
+    worst = sign * np.sort(sign * a)[: tenth(len(a))]
     squares = float((a**2).sum())
     return {
         "mean": float(a.mean()),
         "pooled": float((a * n).sum() / n.sum()),
         "std": float(a.std()),
         "variance": float(a.var()),
-        "p10": float(np.percentile(a, 10)),
+        "p10": float(np.percentile(a, 10 if sign > 0 else 90)),
         "worst10": float(worst.mean()),
         "jain": float(a.sum() ** 2 / (len(a) * squares)) if squares else 1.0,  # all alike: fair, however bad
     }
 
 
-def gain_over(baseline: np.ndarray, accuracy: np.ndarray) -> dict[str, float]:
+def gain_over(baseline: np.ndarray, scores: np.ndarray, *, sign: int = 1) -> dict[str, float]:
     """Describe what clients gain over a baseline.
 
     Args:
-        baseline: the baseline's accuracy for each client.
-        accuracy: a method's accuracy for each client.
+        baseline: the baseline's score for each client.
+        scores: a method's score for each client.
+        sign: -1 where less is better.
 
     Returns:
-        `mean` and `std` over clients of the difference, and `positive`, the share of the clients that gain.
+        `mean` and `std` over clients of what they gain, and `positive`, the share of the clients that gain.
     """
-    gain, rounded = _gains(baseline, accuracy)
+    gain, rounded = _gains(baseline, scores, sign)
     return {"mean": float(gain.mean()), "std": float(gain.std()), "positive": float((rounded > 0).mean())}
 
 
-def gain_with_test(baseline: np.ndarray, accuracy: np.ndarray) -> dict[str, Any]:
+def gain_with_test(baseline: np.ndarray, scores: np.ndarray, *, sign: int = 1) -> dict[str, Any]:
     """Describe what clients gain over a baseline, with Wilcoxon's signed-rank test.
 
     Args:
-        baseline: the baseline's accuracy for each client.
-        accuracy: a method's accuracy for each client.
+        baseline: the baseline's score for each client.
+        scores: a method's score for each client.
+        sign: -1 where less is better.
 
     Returns:
-        `mean` and `std` over clients of the difference; how many `clients` count, and how many are `better` and
+        `mean` and `std` over clients of what they gain; how many `clients` count, and how many are `better` and
         `worse` off; `p`, the test's. A number is None where no client counts.
     """
     from scipy.stats import wilcoxon  # takes long to import
 
-    gain, rounded = _gains(baseline, accuracy)
+    gain, rounded = _gains(baseline, scores, sign)
     if not len(gain):
         return {"mean": None, "std": None, "better": 0, "worse": 0, "clients": 0, "p": None}
     # All differences zero: nothing to test.
@@ -97,7 +101,9 @@ def gain_with_test(baseline: np.ndarray, accuracy: np.ndarray) -> dict[str, Any]
     return {**about, "better": better, "worse": worse, "clients": len(gain), "p": p}
 
 
-def _gains(baseline: np.ndarray, accuracy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the differences that are known; rounded, equal accuracies are ties, whatever their last bits say."""
-    gain = (accuracy - baseline)[~np.isnan(accuracy - baseline)]
-    return gain, np.round(gain, 6)
+def _gains(baseline: np.ndarray, scores: np.ndarray, sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return the gains that are known; rounded, equal scores are ties, whatever their last bits say."""
+    gain = sign * (scores - baseline)
+    gain = gain[~np.isnan(gain)]
+    unit = 1.0 if sign > 0 else np.nanmax(np.abs(baseline), initial=0.0) or 1.0  # an error is of any size
+    return gain, np.round(gain / unit, 6)

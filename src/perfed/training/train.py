@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from torch import Tensor
 
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
@@ -26,7 +26,7 @@ from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
-from perfed.training.prepare import Experiment, about_inputs, faults_of, optimizer_of, rates_of
+from perfed.training.prepare import Experiment, about_inputs, faults_of, headline, optimizer_of, rates_of
 from perfed.training.settings import FIXED, decisive, difference, in_words, outdated
 from perfed.wire import treatment
 
@@ -145,7 +145,13 @@ class MethodRun:
         )
         self.scores: Scores | None = None
         self.refused: list[dict] = []  # since the last look
-        self.best: tuple[int, float] | None = None  # a round, and its mean validation accuracy
+        task = self.method.model.task
+        self.shown = task.scores[task.headline].metric  # in logs, and while it trains
+        self.judged = task.scores[headline(self.config, run_folder.raw_clients())].metric  # best rounds, and patience
+        self.sign = task.sign(self.judged)
+        validated = bool(len(experiment.clients.val.y)) and self.config.scores != "none"
+        self.always_full = validated and self.judged in task.whole
+        self.best: tuple[int, float] | None = None  # a round, and its mean validation score
 
     def job(self) -> Job:
         """Return what the engine needs."""
@@ -165,7 +171,7 @@ class MethodRun:
         rules["optimizer"] = optimizer_of(config) if self.method.averages else None  # the baseline sends nothing
         self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
         sizes = restore(self.folder, self.federation, self._say, self._why_not)
-        self.log = log = MetricsLog(self.folder, sizes)
+        self.log = log = MetricsLog(self.folder, sizes, self.shown, self.judged)
         self.folder.seconds()  # a damaged line is better known now than at the end
         self.observers: list[Observer] = [log]
         if self.watch is not None:
@@ -225,7 +231,7 @@ class MethodRun:
         homes = [self.folder.client(client["folder"]) for client in about["clients"]]
         form = [preparation_of(about, client["name"]) for client in about["clients"]]
 
-        def save(id: int, models: dict[str, Tensor]) -> None:
+        def save(id: int, models: dict[str, Any]) -> None:
             self.saved |= save_models(self.folder.files, model, homes[id], method, models, form[id])
 
         return save
@@ -233,14 +239,18 @@ class MethodRun:
     def judge(self, scores: Scores) -> None:
         """Look at an evaluation; `stopped` says whether it was the last one."""
         self.scores = scores
-        self._compare(self.federation.round, scores.models[PERSONAL].mean("val"))
+        self._compare(self.federation.round, scores.models[PERSONAL].mean("val", self.judged))
         if self.best_round is not None and self.best is not None and self.best[0] == self.federation.round:
             self.best_round.write(self.federation)
 
-    def _compare(self, round: int, accuracy: float | None) -> None:
-        # Engines may differ in the last bits.
-        if accuracy is not None and (self.best is None or accuracy > self.best[1] + 1e-9):
-            self.best = round, accuracy
+    def _compare(self, round: int, score: float | None) -> None:
+        if score is None:
+            return
+        if self.best is not None:  # engines may differ in the last bits
+            gain, size = self.sign * (score - self.best[1]), max(1.0, abs(self.best[1]))
+            if not gain > 1e-9 * size:
+                return
+        self.best = round, score
 
     def look(self) -> None:
         """Fetch who was refused, and whether the run can go on."""
@@ -255,7 +265,8 @@ class MethodRun:
             return self.federation.diverged
         if not patience or self.best is None or round - self.best[0] < patience or round == self.config.rounds:
             return ""
-        return f"no better mean validation accuracy since round {self.best[0]} ({self.best[1]:.4f})"
+        what = self.judged.replace("_", " ")
+        return f"no better mean validation {what} since round {self.best[0]} ({self.best[1]:.4f})"
 
     def tell(self, cohort: list[int], scored: bool, seconds: float, over: bool) -> None:
         """Let all observers see the round."""
@@ -344,7 +355,7 @@ def _rounds(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
     first, active, diverged = group[0], group, {}
     config, title = first.config, first.entry.title + (f" x {len(group)}" if len(group) > 1 else "")
     on_gpu = first.experiment.device.startswith("cuda")
-    with ProgressLine(console, title, config.rounds, first.federation.round) as progress:
+    with ProgressLine(console, title, config.rounds, first.federation.round, first.shown) as progress:
         while active:
             began = time.monotonic()
             cohorts = step([run.federation for run in active])
@@ -377,7 +388,7 @@ def _rounds(group: list[MethodRun], console: Console) -> dict[MethodRun, str]:
 def _evaluate(active: list[MethodRun], last: bool) -> None:
     """Score every run's models; after the last round, save them."""
     wanted = active[0].config.scores
-    full = wanted == "every" or (last and wanted == "last")
+    full = wanted == "every" or (last and wanted == "last") or any(run.always_full for run in active)
     scores = evaluate([run.federation for run in active], [run.saver(last) for run in active], full)
     for run, each in zip(active, scores, strict=True):
         run.judge(each)

@@ -12,6 +12,7 @@ from perfed.data.allocation import Shares
 from perfed.data.config import DataConfig
 
 READS = ("classes_per_client",)
+BY_LABEL = True
 ATTEMPTS = 1000
 
 

@@ -12,6 +12,7 @@ from perfed.data.allocation import Shares, refuse_too_small
 from perfed.data.config import DataConfig
 
 READS = ("alpha", "min_samples", "cap")
+BY_LABEL = True
 ATTEMPTS = 200
 
 

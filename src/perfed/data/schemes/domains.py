@@ -16,6 +16,7 @@ from perfed.data.pool import Pool
 from perfed.data.schemes import dirichlet
 
 READS = dirichlet.READS
+BY_LABEL = True
 
 
 def strata(pool: Pool, config: DataConfig) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -30,7 +31,7 @@ def strata(pool: Pool, config: DataConfig) -> tuple[np.ndarray, tuple[int, ...]]
     """
     if pool.owner is None:
         raise Problem(f"data set '{config.name}' does not say which domain its samples are from: use 'mnist-usps'")
-    return pool.owner * pool.classes + pool.y, (int(pool.owner.max()) + 1, pool.classes)
+    return pool.owner * pool.kinds + pool.stratum, (int(pool.owner.max()) + 1, pool.kinds)
 
 
 def share(sizes: np.ndarray, config: DataConfig, rng: np.random.Generator) -> Shares:

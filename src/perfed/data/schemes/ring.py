@@ -12,6 +12,7 @@ from perfed.data.allocation import Shares
 from perfed.data.config import DataConfig
 
 READS = ("classes_per_client",)
+BY_LABEL = True
 FIRST, LOW, HIGH, SPREAD = 10, 300, 600, 2.0  # as in the code; made for the 7,000 images per class of MNIST
 FEW = 20  # so many clients or fewer get twice as much
 

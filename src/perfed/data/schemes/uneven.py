@@ -12,6 +12,7 @@ from perfed.data.allocation import Shares
 from perfed.data.config import DataConfig
 
 READS = ("classes_per_client", "share_low", "share_high")
+BY_LABEL = True
 
 
 def share(sizes: np.ndarray, config: DataConfig, rng: np.random.Generator) -> Shares:

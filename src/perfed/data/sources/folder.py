@@ -17,10 +17,10 @@ import numpy as np
 from perfed.core.errors import Problem, few
 from perfed.data.channels import channels_first
 from perfed.data.config import DataConfig
-from perfed.data.labels import read_labels
 from perfed.data.npz import need, read_npz
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool
 from perfed.data.table import Table, in_one, read_csv
+from perfed.data.tasks import read_told
 
 ONLY_PARTITION = "natural"
 USUAL_NORMALISE = "federated"
@@ -47,9 +47,11 @@ def load(config: DataConfig, _seed: int) -> Pool:
             kind = lambda other: f"{other.x.dtype} samples of shape {other.x.shape[1:]}"
             where = f"client '{table.client}' ({table.file.name})"
             raise Problem(f"{where} has {kind(table)}, but client '{first.client}' has {kind(first)}")
-    labels = read_labels(tables, config)
-    records = in_one(tables) if first.x.ndim == 2 else None
-    if records is None:
+    told = read_told(tables, config)
+    records = in_one(tables) if first.x.ndim == 2 and told.task != "next_token" else None
+    if told.task == "next_token":
+        x = np.concatenate([table.x for table in tables]).astype(np.int64)
+    elif records is None:
         x = np.concatenate([table.x if _is_image(first) else _floats(table) for table in tables])
     else:
         x = records.values
@@ -58,9 +60,9 @@ def load(config: DataConfig, _seed: int) -> Pool:
     number = {name: index for index, name in enumerate(names)}
     owner = np.repeat([number[table.client] for table in tables], sizes)
     part = np.repeat([table.part for table in tables], sizes)
-    known: dict[str, Any] = {"names": names, "labels": labels.names, "notices": (*notices, *labels.notices)}
+    known: dict[str, Any] = {"names": names, "labels": told.names, "notices": (*notices, *told.notices)}
     known |= {} if records is None else {"columns": records.columns, "texts": records.texts}
-    return Pool(x, labels.y, len(labels.names), owner=owner, part=part, **known)
+    return Pool(x, told.y, told.outputs, owner=owner, part=part, task=told.task, **known)
 
 
 def _tables(config: DataConfig) -> tuple[list[Table], list[str]]:
@@ -122,10 +124,10 @@ def _read(file: Path) -> list[Table]:
     tables = []
     for key, part in keys.items():
         x, y = need(arrays, (f"x{key}", f"y{key}"), file.name)
-        if y.ndim != 1 or x.ndim == 0 or len(x) != len(y):
+        if y.ndim not in (1, 2) or y.shape[1:] == (1,) or x.ndim == 0 or len(x) != len(y):
             raise Problem(
                 f"client '{file.stem}' ({file.name}): x{key} has shape {x.shape} and y{key} has shape {y.shape}, but "
-                "they must be [n, ...] and [n]"
+                "they must be [n, ...] and [n], or [n, labels]"
             )
         tables.append(Table(file.stem, file, x, y, part, f"x{key}", columns=_names(arrays, x, file)))
     return tables

@@ -16,13 +16,22 @@ from perfed.training.observers import Round
 class MetricsLog:
     """Appends what was measured; a resumed run continues exactly where its checkpoint stood."""
 
-    def __init__(self, folder: MethodFolder, sizes: dict[str, int] | None = None):
+    def __init__(
+        self,
+        folder: MethodFolder,
+        sizes: dict[str, int] | None = None,
+        shown: str = "accuracy",
+        judged: str = "accuracy",
+    ):
         """Begin logs, or cut them back to what a checkpoint vouches for.
 
         Args:
             folder: where they are.
             sizes: bytes of each log by its file's name; None: begin anew.
+            shown: the score whose mean over test samples is logged.
+            judged: the score whose mean over validation samples is logged.
         """
+        self.shown, self.judged = shown, judged
         self.folder, files = folder, folder.files
         for path in folder.logs:
             files.truncate(path, (sizes or {}).get(path.name, 0))
@@ -40,8 +49,8 @@ class MetricsLog:
             by_client = enumerate(event.scores.by_client())
             lines = [{"round": round, "client": names[id], **scores} for id, scores in by_client]
             self._append(self.folder.scores_log, lines)
-            about["accuracy"] = event.scores.means("test")
-            about["validation"] = event.scores.means("val")
+            about[self.shown] = event.scores.means("test", self.shown)
+            about["validation"] = event.scores.means("val", self.judged)
         if event.refused:
             about["refused"] = event.refused
         if federation.strikes:
