@@ -77,6 +77,12 @@ def test_a_prediction_is_in_units_of_the_label(diabetes):
     assert predicted.shape == y.shape
     assert np.abs(predicted - y).mean() < np.abs(y.mean() - y).mean()
     assert client.accuracy is None
+    card = (client.path.parent / "card.md").read_text()
+    task = diabetes.task
+    words = f"a prediction is {task.scale[0]:.6g} output + {task.shift[0]:.6g}"
+    assert f"- task: regression of 1 target; outputs are standardised: {words}\n" in card
+    out = client.logits(x)[:, 0]
+    assert np.allclose(out * task.scale[0] + task.shift[0], predicted, rtol=1e-4)
     assert client.score == diabetes.scores("ditto", "absolute_error")[0]
 
 

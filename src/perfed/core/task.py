@@ -149,6 +149,11 @@ class Task(ABC):
         """
         return {}
 
+    @property
+    def reading(self) -> str:
+        """Say how a network's outputs are read."""
+        return "the largest output is the prediction"
+
     @abstractmethod
     def predicted(self, out: Tensor) -> Tensor:
         """Return what outputs predict: classes, probabilities, numbers in units of the label, or next tokens."""
@@ -246,6 +251,10 @@ class Multilabel(Task):
     def full(self, out: Tensor, y: Tensor, size: list[int] | tuple[int, ...]) -> dict[str, Tensor]:
         return full_scores.of_labels(out, y.reshape(out.shape), size)
 
+    @property
+    def reading(self) -> str:
+        return "outputs are logits: a probability is 1 / (1 + e^-output)"
+
     def predicted(self, out: Tensor) -> Tensor:
         return out.sigmoid()
 
@@ -325,6 +334,11 @@ class Regression(Task):
 
     def full(self, out: Tensor, y: Tensor, size: list[int] | tuple[int, ...]) -> dict[str, Tensor]:
         return full_scores.of_numbers(out, y.reshape(out.shape), size)
+
+    @property
+    def reading(self) -> str:
+        pairs = zip(self.scale or (1.0,) * self.outputs, self.shift or (0.0,) * self.outputs, strict=True)
+        return "outputs are standardised: a prediction is " + ", ".join(f"{s:.6g} output + {m:.6g}" for s, m in pairs)
 
     def predicted(self, out: Tensor) -> Tensor:
         numbers = out * self._scale(out) + self._shift(out)

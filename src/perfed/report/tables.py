@@ -206,7 +206,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         (title(entry, model), *(score(scores["test"].get(run.task.scores[key].metric)) for key in shown))
         for entry, model, scores in models
     ]
-    shares = "Test accuracy" if shown == ["accuracy"] else "Test scores"
+    task, shares = run.task, "Test accuracy" if shown == ["accuracy"] else "Test scores"
     preparation = preparation_of(run.about, client["name"])
     about = [] if preparation is None else [plain_text(line) for line in words(preparation.plain())]
     about += [f"training: {text}" for text in [options(run, method)] if text]
@@ -217,6 +217,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         f"- data set: {run.config.data.name}; training samples: {client['train']}; test samples: {client['test']}\n"
         + "".join(f"- {plain_text(line)}\n" for line in _labels(run, client))
         + "".join(f"- {line}\n" for line in about)
+        + (f"- task: {task.in_words}; {task.reading}\n" if task.kind != "classification" else "")
         + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"{shares} on this client's own samples, {when}:\n\n"
         + markdown(("method", *(SHOWN[key] for key in shown)), rows)
