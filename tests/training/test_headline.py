@@ -9,6 +9,7 @@ import pytest
 import perfed
 from perfed.core.errors import Problem
 from perfed.report.tables import HEADINGS, headings, lines, on_terminal, remarks
+from perfed.studies import measures
 from perfed.studies.compare import Comparison
 from perfed.training.config import from_dict, place_flags
 from perfed.training.prepare import describe, load_clients, prepare
@@ -47,6 +48,16 @@ def test_a_rare_class_makes_balanced_accuracy_the_headline(rare):
         "'well' is the label of 92.0% of all test samples and of more than 80% of those of 3 of 3 clients: accuracy "
         "alone says little; mean, weighted, worst tenth and gain are of balanced accuracy"
     )
+
+
+def test_the_best_round_is_judged_by_the_headline(rare):
+    best = rare.result("ditto")["best"]
+    curve = measures.curves(rare, "ditto", metric="balanced_accuracy")  # in every round, although scores = "last"
+    assert not np.isnan(curve.val).all(axis=1).any()
+    mean = np.nanmean(curve.val, axis=1)
+    assert (best["round"], best["validation"]) == (curve.rounds[mean.argmax()], pytest.approx(mean.max()))
+    assert [line["validation"]["personal"] for line in rare.folder.method("ditto").rounds()] == pytest.approx(mean)
+    assert mean.tolist() != np.nanmean(measures.curves(rare, "ditto").val, axis=1).tolist()  # not the accuracy
 
 
 def test_files_have_the_headline_too(rare):
