@@ -20,6 +20,13 @@ class Split:
     x: Tensor  # [rows, ...], float32, or uint8 for images
     y: Tensor  # [rows], int64
     size: tuple[int, ...]
+    rows: int = 0  # that outputs for the samples of one client have; 0: as many as the largest client has samples
+    labelled: bool = True  # False: labels are unknown, or hidden
+
+    @cached_property
+    def longest(self) -> int:
+        """Return how many rows outputs for one client's samples have, whoever it is."""
+        return self.rows or max(self.size, default=0)
 
     @cached_property
     def start(self) -> tuple[int, ...]:
@@ -52,6 +59,7 @@ class Clients:
         notices: sentences that are said before a run begins: what was done to the data, and what looks wrong with them.
         preparation: how rows of a table became these samples, in plain values.
         augment: what happens to the training images of a batch, see `core.augment`; never to those of an exact mean.
+        public: samples at the server, or known to everybody, of which no client has one: a single row of `size`.
     """
 
     names: tuple[str, ...]
@@ -67,6 +75,7 @@ class Clients:
     notices: tuple[str, ...] = ()
     preparation: dict[str, Any] | None = None
     augment: str = "none"
+    public: Split | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -74,6 +83,13 @@ class Clients:
     def split(self, name: str) -> Split:
         """Return a split by its name: 'train', 'val' or 'test'."""
         return {"train": self.train, "val": self.val, "test": self.test}[name]
+
+    @cached_property
+    def public_table(self) -> Clients:
+        """Return the public samples as the training samples of a single client."""
+        assert self.public is not None
+        none = Split(self.public.x[:0], self.public.y[:0], (0,))
+        return replace(self, names=("public",), train=self.public, val=none, test=none, public=None, augment="none")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,4 +108,5 @@ class Clients:
         move = lambda s: replace(s, x=s.x.to(device).contiguous(), y=s.y.to(device).contiguous())
         put = lambda t: None if t is None else t.to(device)
         splits = {name: move(self.split(name)) for name in SPLITS}
-        return replace(self, mean=put(self.mean), std=put(self.std), **splits)
+        public = None if self.public is None else move(self.public)
+        return replace(self, mean=put(self.mean), std=put(self.std), public=public, **splits)

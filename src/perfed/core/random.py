@@ -19,7 +19,7 @@ from perfed.core.tree import outside_transformations
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
 # Purposes: the first part of a key, so that two uses never share a stream.
-COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 7
+COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE, PUBLIC, REFINE = 1, 2, 3, 4, 5, 6, 7, 8, 9
 
 
 def mix(z: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +52,11 @@ class Pool:
     official: np.ndarray | None = None
     note: str = ""
     notices: tuple[str, ...] = ()
+
+    def only(self, rows: np.ndarray) -> Pool:
+        """Return a pool of some rows."""
+        fields = {name: getattr(self, name) for name in ("x", "y", "owner", "unit", "part", "official")}
+        return replace(self, **{name: None if array is None else array[rows] for name, array in fields.items()})
 
     def where(self, row: int) -> str:
         """Say where a row stands, for people."""

@@ -7,6 +7,7 @@ or more runs: a run's federation sends a request and gets a reply. Every engine 
 
 from __future__ import annotations
 
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,15 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import ClientError, Problem
-from perfed.core.messages import Down, Up, Uploads, covers, cut
+from perfed.core.messages import Cohort, Down, Up, Uploads, covers, cut
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
+from perfed.core.random import PERSONALISE, REFINE, TRAIN, WIRE, derive
 from perfed.core.rates import Rates
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
 from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
+from perfed.engines.public import size_of, visible
 from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores, Table
 from perfed.engines.scoring import Piece, Scorer
@@ -81,11 +83,13 @@ class ClientInfo:
     names: tuple[str, ...]
     sizes: dict[str, tuple[int, ...]]  # split -> samples of each client
     classes: int
+    public: int = 0  # bytes of the public samples
 
     @classmethod
     def of(cls, clients: Clients) -> ClientInfo:
         """Return what may be known of these clients."""
-        return cls(clients.names, {split: clients.split(split).size for split in SPLITS}, clients.classes)
+        sizes = {split: clients.split(split).size for split in SPLITS}
+        return cls(clients.names, sizes, clients.classes, size_of(clients.public))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -335,6 +339,7 @@ class Engine(ABC):
         self.notice = notice
         self.jobs = [self._prepared(job) for job in jobs]
         self.train_scores = train_scores
+        self.refining = [0.0 for _ in jobs]  # seconds of each run's server, since somebody has set them to 0
         self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received
         self.states = [
             States(job.method.init_client(), job.method.model.device, memory, job.folder) for job in self.jobs
@@ -343,11 +348,14 @@ class Engine(ABC):
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
         model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
-        run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
+        clients = visible(job.method, job.clients)
+        run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))
+        if job.method.public and clients.public is not None:
+            run = replace(run, public=len(clients.public.y))
         method = replace(job.method, model=model).at(**vars(run))
         for name in method.computed_once():  # here, as every exchange has a copy of its own
             getattr(method, name)
-        return replace(job, method=method)
+        return replace(job, method=method, clients=clients)
 
     @property
     def method(self) -> Method:
@@ -457,6 +465,29 @@ class Engine(ABC):
                 out += by_row(weight, out) * row.double()
         return out
 
+    # ------------------------------------------------------------------ the server's own training
+
+    def refine(self, run: int, context: Context, server: State, cohort: Cohort | None) -> State:
+        """Let a run's server train: the method's `refine`, where it has one.
+
+        Args:
+            run: which run.
+            context: where in the run this is.
+            server: the server's state.
+            cohort: what it was made of; None before the first round.
+
+        Returns:
+            The server's new state.
+        """
+        if not self.jobs[run].method.refines:
+            return server
+        began = time.monotonic()
+        server = self._refine(run, context, self._key(run, REFINE, context.round, context.exchange), server, cohort)
+        if self.method.model.device.type == "cuda":
+            torch.cuda.synchronize()  # or its time would be somebody else's
+        self.refining[run] += time.monotonic() - began
+        return server
+
     # ------------------------------------------------------------------ evaluations
 
     def evaluate(self, requests: Sequence[EvaluationRequest]) -> list[EvaluationReply]:
@@ -546,6 +577,10 @@ class Engine(ABC):
     @abstractmethod
     def _each(self, works: Sequence[Work]) -> list[Results]:
         """Return stacked results of `task(state, down, data, key)` for each client of each piece of work."""
+
+    @abstractmethod
+    def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
+        """Return what the run's `refine` makes of the server's state, with batches drawn from the key."""
 
     def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
         """Return the scores of models that all clients share, piece by piece."""

@@ -13,6 +13,7 @@ from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.engines.scores import PERSONAL
 from perfed.federation.faults import in_words
+from perfed.federation.traffic import PUBLIC_DATA
 from perfed.training.config import RunConfig
 from perfed.training.folder import preparation_of
 from perfed.training.prepare import BASELINE
@@ -85,13 +86,17 @@ def _scores(accuracy: dict[str, float | None]) -> list[str]:
 def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
-    Why other scores than accuracy stand in it, bytes between servers, clients that failed (one line for all methods
-    that failed alike), uploads that were not used, clients that had nothing to train with, and training that diverged.
+    Why other scores than accuracy stand in it, bytes between servers, public data, clients that failed (one line for
+    all methods that failed alike), uploads that were not used, clients that had nothing to train with, and training
+    that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
-    extra = [(method["title"], method["bytes"]["extra"]) for method in methods if method["bytes"]["extra"]]
+    extra = [(method["title"], dict(method["bytes"]["extra"])) for method in methods]
+    public = [(title, counts.pop(PUBLIC_DATA, 0)) for title, counts in extra]
     why = [methods[0]["why"]] if methods and methods[0].get("why") else []
-    lines = why + [f"{title} between servers, in neither down nor up: {amounts(counts)}" for title, counts in extra]
+    between = "between servers, in neither down nor up"
+    lines = why + [f"{title} {between}: {amounts(counts)}" for title, counts in extra if counts]
+    lines += [f"{title}: public data once to each client, not in down: {size(sent)}" for title, sent in public if sent]
     failed: dict[str, list[str]] = {}
     for method in methods:
         if method.get("faults"):

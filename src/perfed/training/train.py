@@ -90,7 +90,8 @@ def train(
 def _form(clients: Clients) -> tuple[object, ...]:
     """Return what samples of runs in one batch share; where each seed has its own split, tables may not."""
     scale = (None if values is None else tuple(values.flatten().tolist()) for values in (clients.mean, clients.std))
-    return (clients.shape, *scale)
+    public = None if clients.public is None else len(clients.public.y)
+    return (clients.shape, public, *scale)
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder], console: Console) -> None:

@@ -49,7 +49,11 @@ class MetricsLog:
         if event.stopped:
             about["stopped"] = event.stopped
         self._append(self.folder.rounds_log, [about])
-        self._append(self.folder.times_log, [{"round": round, "seconds": event.seconds}])
+        at_server, refining = {}, federation.engine.refining
+        if federation.method.refines:
+            at_server = {"refine": refining[federation.run]}
+            refining[federation.run] = 0.0
+        self._append(self.folder.times_log, [{"round": round, "seconds": event.seconds, **at_server}])
 
     def _append(self, path: Path, lines: list[dict[str, Any]]) -> None:
         content = self.folder.append_lines(path, lines)
