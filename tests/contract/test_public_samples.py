@@ -2,13 +2,14 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from everywhere import agrees, everywhere, run, toy_model
 
-from perfed.contract import checks, toy
+from perfed.contract import checks, runner, toy
 from perfed.core.errors import Problem
 from perfed.core.messages import Down, Up
 from perfed.core.model import average
@@ -21,6 +22,7 @@ from perfed.federation.federation import Federation, step
 from perfed.federation.traffic import PUBLIC_DATA
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.local import Local
+from perfed.training import catalog
 
 SETTINGS = dict(lr=0.05, epochs=2, batch_size=5)
 
@@ -336,3 +338,16 @@ def test_an_engine_is_not_asked_where_no_server_trains():
             raise AssertionError("asked")
 
     Federation(Deaf(Job(FedAvg(toy_model(), **SETTINGS), toy.toy_clients()))).step()
+
+
+# ---------------------------------------------------------------------- the whole contract
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["distils", "shares"])
+def test_methods_of_the_guide_keep_the_contract(name, tmp_path):
+    guide = (Path(__file__).parent.parent.parent / "docs" / "methods.md").read_text()
+    shown = guide[guide.index(f"# file: {name}.py") :]
+    (tmp_path / f"{name}.py").write_text(shown[: shown.index("```")])
+    verdicts = list(runner.check_method(catalog.find(str(tmp_path / f"{name}.py"))))
+    assert [verdict for verdict in verdicts if not verdict.ok] == []

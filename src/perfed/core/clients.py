@@ -22,6 +22,7 @@ class Split:
     size: tuple[int, ...]
     rows: int = 0  # that outputs for the samples of one client have; 0: as many as the largest client has samples
     labelled: bool = True  # False: labels are unknown, or hidden
+    first: tuple[int, ...] | None = None  # first row of each client; None: they lie one after another
 
     @cached_property
     def longest(self) -> int:
@@ -31,7 +32,16 @@ class Split:
     @cached_property
     def start(self) -> tuple[int, ...]:
         """Return the first row of each client."""
-        return (0, *accumulate(self.size))[:-1]
+        return (0, *accumulate(self.size))[:-1] if self.first is None else self.first
+
+    @property
+    def in_order(self) -> Split:
+        """Return the samples of all clients one after another."""
+        if self.first is None:
+            return self
+        pairs = zip(self.first, self.size, strict=True)
+        rows = torch.cat([torch.arange(first, first + size, device=self.y.device) for first, size in pairs])
+        return replace(self, x=self.x[rows], y=self.y[rows], first=None)
 
     @cached_property
     def sizes(self) -> Tensor:

@@ -21,7 +21,7 @@ from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates, checked, convert, hyper
-from perfed.core.messages import Cohort, Down, Up
+from perfed.core.messages import Cohort, Down, Extension, Up
 from perfed.core.model import Batch, Model, Part
 from perfed.core.optim import adam, adam_start, sgd
 from perfed.core.rounds import Known, Phase, Selection
@@ -57,6 +57,7 @@ class Method(ABC):
         public: what it needs of public samples: none, some, or some with labels; the labels of others it does not see.
         sends_public: True where clients use `data.public`; each is sent the samples once, which is traffic.
         refine_before: True where `refine` also runs before round 1.
+        extends_in: the phase before a client's first exchange of which `extend` runs; empty: whichever comes first.
     """
 
     model: Model
@@ -87,6 +88,7 @@ class Method(ABC):
     public: ClassVar[Literal["", "unlabelled", "labelled"]] = ""
     sends_public: ClassVar[bool] = False
     refine_before: ClassVar[bool] = False
+    extends_in: ClassVar[str] = ""
 
     @classmethod
     def refuse_undeclared(cls) -> None:
@@ -149,6 +151,11 @@ class Method(ABC):
     def refines(self) -> bool:
         """Return True if the server trains, too: the method has a `refine` of its own."""
         return type(self).refine is not Method.refine
+
+    @property
+    def extends(self) -> bool:
+        """Return True if clients make samples for themselves: the method has an `extend` of its own."""
+        return type(self).extend is not Method.extend
 
     @property
     def one_for_all(self) -> bool:
@@ -247,6 +254,19 @@ class Method(ABC):
             The server's state, of the same form.
         """
         return server
+
+    def extend(self, client: State, down: Down, data: Data, /) -> Extension:
+        """Make samples for ONE client's training set, once: before it first trains (see `extends_in`); under vmap.
+
+        Args:
+            client: the client's state.
+            down: what it receives in this exchange.
+            data: the client's own samples.
+
+        Returns:
+            The samples that join, and which of its own stay. All that follows sees them in `data`.
+        """
+        raise NotImplementedError
 
     def newcomer(self, server: State, /) -> Down:
         """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""

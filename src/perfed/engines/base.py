@@ -27,10 +27,11 @@ from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Cohort, Down, Up, Uploads, covers, cut
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import PERSONALISE, REFINE, TRAIN, WIRE, derive
+from perfed.core.random import EXTEND, PERSONALISE, REFINE, TRAIN, WIRE, derive
 from perfed.core.rates import Rates
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
+from perfed.engines.extension import Extending, Extensions, Grown
 from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
 from perfed.engines.public import size_of, visible
 from perfed.engines.rules import treatment_told
@@ -266,7 +267,7 @@ class Work:
     """A task for some clients of one run, with everything that it reads but their samples."""
 
     run: int
-    task: Training | Evaluation
+    task: Training | Evaluation | Extending
     key: Tensor  # of the purpose and the round; each client derives its own
     ids: Sequence[int]
     states: State  # a row for each
@@ -340,6 +341,8 @@ class Engine(ABC):
         self.jobs = [self._prepared(job) for job in jobs]
         self.train_scores = train_scores
         self.refining = [0.0 for _ in jobs]  # seconds of each run's server, since somebody has set them to 0
+        self.extended = [Extensions() for _ in jobs]
+        self.tables: dict[int, Grown] = {}  # with samples that were made up
         self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received
         self.states = [
             States(job.method.init_client(), job.method.model.device, memory, job.folder) for job in self.jobs
@@ -391,6 +394,8 @@ class Engine(ABC):
             [23, 41]
             >>> reply.settle(None)
         """
+        if self.method.extends:
+            self._extend(requests)
         works = [self._training(request) for request in requests]
         return [self._reply(work, results) for work, results in zip(works, self._each(works), strict=True)]
 
@@ -465,6 +470,54 @@ class Engine(ABC):
                 out += by_row(weight, out) * row.double()
         return out
 
+    # ------------------------------------------------------------------ samples that join clients' own
+
+    def _extend(self, requests: Sequence[Request]) -> None:
+        """Let the clients that train for the first time extend their training sets."""
+        works = []
+        for request in requests:
+            run, down = request.run, request.down
+            new = [row for row, id in enumerate(request.ids) if id not in self.extended[run].known]
+            if new and self.method.extends_in in ("", request.phase):
+                place = {"round": request.round, "exchange": request.exchange, "phase": request.phase}
+                ids, task = [request.ids[row] for row in new], Extending(self.jobs[run].at(**place))
+                key, states = self._key(run, EXTEND), self.states[run].take(ids)
+                works.append((request.round, Work(run, task, key, ids, states, Down(down.shared, rows(down.own, new)))))
+        if not works:
+            return
+        for (round, work), results in zip(works, self._each([work for _, work in works]), strict=True):
+            run, out = work.run, results.out
+            self.extended[run].join(round, work.ids, out, *self._table(run, out["x"].shape[1]), self.infos[run])
+        self._use_tables()
+
+    def _table(self, run: int, made: int) -> tuple[Grown, int]:
+        """Return the table that a run's training samples are in, and the place of its first client there."""
+        if run not in self.tables:
+            self.tables[run] = Grown(self.jobs[run].clients, self.method.model.dtype, made)
+        return self.tables[run], 0
+
+    def _use_tables(self) -> None:
+        """Let clients train on what the tables hold now."""
+        for run, table in self.tables.items():
+            job = self.jobs[run]
+            self.jobs[run] = replace(job, clients=replace(job.clients, train=table.split))
+
+    def save_extension(self, run: int) -> dict[str, Any] | None:
+        """Return the samples that clients of a run have made, and what they left out, as a tree; None: nothing."""
+        return self.extended[run].saved(*self._table(run, 0)) if self.extended[run].known else None
+
+    def restore_extension(self, run: int, about: dict[str, Any] | None) -> None:
+        """Give clients of a run the training sets that they had.
+
+        Args:
+            run: which run.
+            about: what `save_extension` returned.
+        """
+        if self.extended[run].known or about is not None:
+            table = self._table(run, about["room"] if about else 0)
+            self.extended[run].restore(about, *table, len(self.infos[run]))
+            self._use_tables()
+
     # ------------------------------------------------------------------ the server's own training
 
     def refine(self, run: int, context: Context, server: State, cohort: Cohort | None) -> State:
@@ -538,7 +591,8 @@ class Engine(ABC):
 
     def _scorer(self, run: int) -> Scorer:
         job = self.jobs[run]
-        return Scorer(job.method, job.clients, self.splits(run), self._rate, self._key(run))
+        clients = replace(job.clients, train=job.clients.train.in_order) if self.train_scores else job.clients
+        return Scorer(job.method, clients, self.splits(run), self._rate, self._key(run))
 
     # ------------------------------------------------------------------ clients' states
 

@@ -282,7 +282,9 @@ class Fold:
         sizes = set(clients.train.size)
         weighted = any(n % plan.batch_size for n in sizes)
         body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
-        key = ("fold", clients, clients.augment, plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        # The tensors tell samples apart: clients whose training sets grow share them with those that they were before.
+        about = (clients.train.x, clients.augment, plan, weighted)
+        key = ("fold", *about, *runner.identity(self.step, self.form, self.batched))
         shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
         about = (clients, "train", self.block.dtype, True, weighted, body, self.carried)
         loop = runner.recorder.loop(key, inside, self.batched, shape, *about)
@@ -483,7 +485,13 @@ class Mean:
         shapes = tuple(
             (tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in zip(inside, self.batched, strict=True)
         )
-        key = ("mean", self.block.clients, self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
+        key = (
+            "mean",
+            self.block.clients.split(self.split).x,
+            self.split,
+            shapes,
+            *runner.identity(self.fn, self.form, self.batched),
+        )
         if key not in runner.forms:
             with runner.recorder.shapes_only():
                 runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form

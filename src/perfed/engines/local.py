@@ -58,7 +58,7 @@ class Sequential(Engine):
 
     def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
         job = self.jobs[run]
-        method = job.method.at(**vars(context))
+        method = job.at(**vars(context))
         return method.refine(server, cohort, ClientData(job.clients.public_table, 0, key, method))
 
     def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:

@@ -30,6 +30,7 @@ from perfed.core.random import derive, mix
 from perfed.core.tree import flatten, integers, send, tree_map, unflatten
 from perfed.engines.base import Engine, EvaluationReply, EvaluationRequest, Job, Reply, Request, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
+from perfed.engines.extension import Grown, view
 from perfed.engines.local import reason_of
 from perfed.engines.rules import rules_told
 
@@ -83,8 +84,10 @@ class Vectorised(Engine):
         device = self.method.model.device
         tables = [job.clients for job in self.jobs]
         if all(_same_samples(table, tables[0]) for table in tables):
-            table = tables[0].to(device)
+            table, count = tables[0].to(device), len(tables)
             self.jobs = [replace(job, clients=table) for job in self.jobs]
+            if count > 1 and self.method.extends:  # each run's clients will have samples of their own
+                return _repeated(table, count), [len(table) * run for run in range(count)]
             return table, [0 for _ in self.jobs]
         table = join(tables).to(device)
         offsets = [0, *accumulate(len(clients) for clients in tables)]
@@ -191,6 +194,20 @@ class Vectorised(Engine):
             results.append(Results(tree_map(lambda tensor, back=back: tensor.index_select(0, back), joined)))
         return results
 
+    def _table(self, run: int, made: int) -> tuple[Grown, int]:
+        if not self.tables:
+            self.tables[0] = Grown(self.clients, self.method.model.dtype, made)
+        return self.tables[0], self.offsets[run]
+
+    def _use_tables(self) -> None:
+        train = self.tables[0].split
+        self.clients = replace(self.clients, train=train)
+        pairs = [
+            (job, replace(job.clients, train=view(train, first, first + len(job.clients))))
+            for job, first in zip(self.jobs, self.offsets, strict=True)
+        ]
+        self.jobs = [replace(job, clients=clients) for job, clients in pairs]
+
     def _public_block(self, runs: Sequence[int], done: list[int] | None = None) -> Block:
         """Return the public samples as a block: each row has those of its run."""
         assert self.public is not None
@@ -210,6 +227,9 @@ class Vectorised(Engine):
         """Train as a block of one client does, so that steps are recorded as any others."""
         block, method, kept = self._public_block([run]), self.method.at(**vars(context)), []
         varied = {name: values[run : run + 1] for name, values in _varied(self.jobs).items()}
+        if self.jobs[run].rates.schedule != "constant":  # as in `_block`
+            rate = torch.tensor([self.jobs[run].at(**vars(context)).lr], dtype=method.model.dtype)
+            varied["lr"] = send(rate, key.device)
         if SEED in varied:
             method = holding(method, self._models_of_all)
 
@@ -321,6 +341,12 @@ def join(several: Sequence[Clients]) -> Clients:
             torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), sizes, longest
         )
     return replace(first, names=tuple(name for clients in several for name in clients.names), **splits)
+
+
+def _repeated(clients: Clients, times: int) -> Clients:
+    """Return clients so many times, each time with the same samples in the same place."""
+    again = lambda split: replace(split, size=split.size * times, first=split.start * times)
+    return replace(clients, names=clients.names * times, **{name: again(clients.split(name)) for name in SPLITS})
 
 
 def part(clients: Clients, first: int, last: int) -> Clients:

@@ -32,6 +32,7 @@ from perfed.core.messages import Cohort, Down
 from perfed.core.method import State
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Evaluation, Job, Results, Training, Work
+from perfed.engines.extension import Extending
 from perfed.engines.local import Sequential, reason_of
 from perfed.engines.scores import Table, concatenate
 from perfed.engines.scoring import Piece
@@ -170,7 +171,7 @@ class _Worker:
 class Assignment(NamedTuple):
     """One thing for a worker to do."""
 
-    message: dict[str, Any]  # its "kind" is train, rehearse, evaluate, refine, piece or full_scores
+    message: dict[str, Any]  # its "kind" is train, rehearse, extend, evaluate, refine, piece or full_scores
     tensors: Callable[[], Any]  # what goes with the message, made when a worker is free
 
 
@@ -204,6 +205,8 @@ class Workers(Sequential):
         about: dict[str, Any] = {"kind": "train", **_about_work(work)}
         if isinstance(task, Evaluation):
             about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep, "general": task.general}
+        elif not training:
+            about["kind"] = "extend"
         assignments = []
         for group in groups:
             done = None if work.done is None else [work.done[row] for row in group]
@@ -223,6 +226,10 @@ class Workers(Sequential):
         tensors = lambda: rows((self.states[work.run].initial, work.down.own), 0)
         (outcome,) = self._spread(work.down.shared, [Assignment(message, tensors)], forgiving=True)
         return outcome
+
+    def _use_tables(self) -> None:
+        super()._use_tables()
+        self.close()  # those who work next begin with these samples
 
     def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
         parts = None if cohort is None else tuple(getattr(cohort, part.name) for part in fields(cohort))
@@ -351,8 +358,10 @@ class Workers(Sequential):
             return super()._refine(run, context, torch.tensor(message["key"]), server, cohort)
         job, done = self.jobs[run], message["done"]
         method = job.at(**message["place"])
-        task = Training(method, job.wire)
-        if kind == "evaluate":
+        task: Any = Training(method, job.wire)
+        if kind == "extend":
+            task = Extending(method)
+        elif kind == "evaluate":
             task = Evaluation(method, tuple(message["splits"]), message["keep"], message["general"])
         key, ids = torch.tensor(message["key"]), message["ids"]
         work = Work(run, task, key, ids, (), Down(), steps=message["steps"])

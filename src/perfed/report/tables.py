@@ -87,8 +87,8 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
     Why other scores than accuracy stand in it, bytes between servers, public data, clients that failed (one line for
-    all methods that failed alike), uploads that were not used, clients that had nothing to train with, and training
-    that diverged.
+    all methods that failed alike), uploads that were not used, samples that were made up, clients that had nothing to
+    train with, and training that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     extra = [(method["title"], dict(method["bytes"]["extra"])) for method in methods]
@@ -105,8 +105,15 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     changes = [(method["title"], change) for method in methods for change in method.get("changes", [])]
     lines += [f"{title}: settings changed {change}" for title, change in changes]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
+    lines += [f"{method['title']}: {extended(method['extended'])}" for method in methods if method.get("extended")]
     lines += [without_training(methods[0]["untrained"])] if methods and methods[0].get("untrained") else []
     return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]
+
+
+def extended(clients: dict[str, dict[str, int]]) -> str:
+    """Say how many samples were made up, by what is known of each client."""
+    made, left_out, all = (sum(each[what] for each in clients.values()) for what in ("made", "left_out", "train"))
+    return f"{made:,} samples joined those of {len(clients)} clients, {left_out:,} were left out; they train on {all:,}"
 
 
 def without_training(names: list[str]) -> str:

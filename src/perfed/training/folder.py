@@ -61,8 +61,11 @@ RESULT |= {"refused?": {"count": int, "first": [REFUSED]}, "saved_round?": int, 
 PLAIN = (str, int, float, bool, type(None))
 SETTINGS = {"settings?": {str: PLAIN}, "changes?": [{"round": int, "settings": {str: [PLAIN]}}]}
 RESULT |= SETTINGS | {"faults?": {str: int}}
+EXTENDED = dict.fromkeys(("train", "made", "left_out"), int)
+RESULT |= {"extended?": {str: EXTENDED}}
 MEANS = {PERSONAL: NUMBER, str: NUMBER}
 ROUND = {"round": int, "cohort": [str], "bytes": BYTES, "accuracy?": MEANS, "validation?": MEANS, "refused?": [REFUSED]}
+ROUND |= {"extended?": {str: EXTENDED}}
 CLIENT_SCORES = {"round": int, "client": str}
 TIME = {"round": int, "seconds": (int, float), "refine?": (int, float)}
 

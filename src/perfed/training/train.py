@@ -293,6 +293,9 @@ class MethodRun:
         log = self.folder.rounds()
         if federation.faults != Faults():
             result["faults"] = tally(log)
+        if known := federation.engine.extended[federation.run].known:
+            names = federation.clients.names
+            result["extended"] = {names[id]: each.counts for id, each in sorted(known.items())}
         if refused := [refusal for line in log for refusal in line.get("refused", [])]:
             result["refused"] = {"count": len(refused), "first": refused[:SHOWN]}
         if diverged:

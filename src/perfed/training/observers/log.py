@@ -35,6 +35,9 @@ class MetricsLog:
         names, round = federation.clients.names, federation.round
         about: dict[str, Any] = {"round": round, "cohort": [names[id] for id in event.cohort]}
         about |= _failures(federation)
+        extended = federation.engine.extended[federation.run].known.items()
+        if grown := {names[id]: each.counts for id, each in extended if each.round == round}:
+            about["extended"] = grown
         about |= {"bytes": dataclasses.asdict(federation.traffic), **federation.method.notes(federation.server)}
         if event.scores is not None:
             by_client = enumerate(event.scores.by_client())
