@@ -54,7 +54,10 @@ def run(make, engine=Sequential, clients=None, rounds=2, saved=None):
         states = {str(id): state for id, state in checks.states_of(federation).items()}
         files.save_tree(saved, {"server": federation.server, "states": states})
         loaded = files.load_tree(saved)
+        known, extension = federation.known.save(), federation.engine.save_extension(0)
         federation = start(server=loaded["server"], round=1, traffic=federation.traffic)
+        federation.known.restore(known)
+        federation.engine.restore_extension(0, extension)
         federation.engine.states[0].update((int(id), state) for id, state in loaded["states"].items())
         cohorts = cohorts[1:]
     return checks.play(federation.engine, cohorts, federation)

@@ -135,13 +135,14 @@ QUESTIONS = ("Whether", "How", "Which", "What", "Who", "Whose", "Where", "When",
 
 # What strangers call, by the place of its class or module.
 STRANGERS_CALL = {
-    "core.method.Method": "init_server init_client broadcast local aggregate personalise newcomer phase cohort_of at "
-    "show extra_traffic notes check pull gradient start clipped update descend rate at_rate score models tuned predict",
-    "core.data.Data": "fold mean steps count",
+    "core.method.Method": "init_server init_client broadcast local aggregate refine extend personalise newcomer "
+    "phase cohort_of at show extra_traffic notes check pull gradient start clipped update "
+    "descend rate at_rate score models tuned predict",
+    "core.data.Data": "fold mean map mask steps count",
     "core.model.Model": "part init zeros flat state_dict module apply features loss grad",
     "core.model.Part": "take put add only",
     "core.clients.Clients": "split ready to",
-    "engines.base.Engine": "exchange evaluate save restore close weighted_sum",
+    "engines.base.Engine": "exchange refine evaluate save restore save_extension restore_extension close weighted_sum",
     "engines.client_states.States": "take put",
     "engines.scores.Scores": "means by_client",
     "federation.federation.Federation": "sample step begin requests receive end look evaluate evaluations show shared",

@@ -55,12 +55,12 @@ def test_samples_of_other_shapes_are_refused():
 
 
 def test_another_number_of_clients_is_refused():
-    with pytest.raises(Problem, match=r"need as many clients, and cohorts of one size$"):
+    with pytest.raises(Problem, match=r"need as many clients and public samples, and cohorts of one size$"):
         Vectorised(job(0), job(1, toy.toy_clients((8, 3, 7))))
 
 
 def test_another_size_of_cohorts_is_refused():
-    with pytest.raises(Problem, match=r"need as many clients, and cohorts of one size$"):
+    with pytest.raises(Problem, match=r"need as many clients and public samples, and cohorts of one size$"):
         Vectorised(job(0), job(1, cohort=3))
 
 

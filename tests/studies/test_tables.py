@@ -653,9 +653,9 @@ def test_a_search_asks_and_tells(monkeypatch):
     samplers = types.SimpleNamespace(TPESampler=lambda seed: seed)
     fake = types.SimpleNamespace(create_study=lambda **_: study, samplers=samplers, trial=state)
     monkeypatch.setattr("importlib.import_module", lambda _: fake)
-    answers = iter([0.5, None])
+    answers = iter([{"validation": 0.5, "sign": -1}, {"validation": None}])
     tune._search({"lr": [0.1, 0.2]}, lambda settings: next(answers), 2)
-    assert told == [((0.5,), {}), ((), {"state": "fail"})]
+    assert told == [((-0.5,), {}), ((), {"state": "fail"})]
 
 
 def test_tuning_refuses_what_it_cannot_use(tmp_path):

@@ -291,8 +291,11 @@ class _Exchange:
         if not any(leaf.is_floating_point() and leaf[0].numel() > 1 for leaf in leaves(up.own)):
             return False
         cohort = reduce.mean(up, method.groups, federation.engine.weighted_sum)
-        new = method.aggregate(self.server, cohort)
-        alike = torch.ones_like(up.ids)
+
+        def after(cohort: Cohort) -> Any:
+            return federation.engine.refine(0, method.context, method.aggregate(self.server, cohort), cohort)
+
+        new, alike = after(cohort), torch.ones_like(up.ids)
         for weight in (up.weight, alike) if is_single(up.weight) else (alike,):
             share = weight.double() / weight.sum()
 
@@ -302,7 +305,7 @@ class _Exchange:
                 return torch.tensordot(share.to(rows.dtype), rows, 1).expand_as(rows)
 
             other: Cohort = dataclasses.replace(cohort, own=tree_map(mean, cohort.own))
-            if difference(method.aggregate(self.server, other), new) <= CLOSE:
+            if difference(after(other), new) <= CLOSE:
                 return True
         return False
 

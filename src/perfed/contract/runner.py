@@ -53,7 +53,6 @@ RULES = (
     Check("what is frozen stays so", rules.check_frozen, (SAME,)),
 )
 FOLLOWS = (
-    Check("every task is learned, or refused by its name", checks.check_tasks),
     Check("state survives saving and loading", checks.check_saved),
     Check("every hyper-parameter matters", settings.check_settings),
     Check(LEARNS, checks.check_learns),
@@ -62,6 +61,7 @@ BATCHED = (
     Check("compiled steps equal plain ones", checks.check_compiled),
     Check("several runs in one batch equal each alone", checks.check_together),
     Check("vectorised equals sequential under a schedule, clipped", checks.check_options),
+    Check("every task is learned, or refused by its name", checks.check_tasks),
 )
 
 

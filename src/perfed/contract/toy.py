@@ -24,6 +24,7 @@ TOKENS, LENGTH = 7, 5
 TASKS = (Binary(), Multilabel(4), Regression(2, (1.0, -30.0), (2.0, 10.0)), NextToken(TOKENS))  # beside classification
 SIZES = (23, 7, 41, 3, 12)  # less than a batch, not a multiple of it, and more
 BATCH = 5
+PUBLIC = 13  # samples that are nobody's
 COHORTS = ((0, 2, 3), (1, 2, 4), (0, 1, 3))  # partial participation: everybody once, nobody always
 # Settings under which everything is in use.
 SETTINGS = dict(lr=0.05, momentum=0.5, weight_decay=0.01, epochs=2, batch_size=BATCH)
@@ -99,7 +100,7 @@ def toy_clients(sizes: tuple[int, ...] = SIZES, seed: int = 0) -> Clients:
 
     names = tuple(f"client_{id}" for id in range(len(sizes)))
     val, test = [max(n // 4, 1) for n in sizes], [n // 3 + 1 for n in sizes]
-    return Clients(names, split(list(sizes)), split(val), split(test), CLASSES)
+    return Clients(names, split(list(sizes)), split(val), split(test), CLASSES, public=split([PUBLIC]))
 
 
 def task_clients(task: Task) -> Clients:
@@ -144,7 +145,10 @@ def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Cl
         return Split(torch.cat(xs), torch.cat(ys), (count,) * (groups * each))
 
     names = tuple(f"client_{id}" for id in range(groups * each))
-    return Clients(names, split(samples), split(12), split(30), CLASSES)
+    train, val, test = split(samples), split(12), split(30)
+    public = split(PUBLIC)
+    public = Split(public.x[:PUBLIC], public.y[:PUBLIC], (PUBLIC,))  # with the labels of the first group
+    return Clients(names, train, val, test, CLASSES, public=public)
 
 
 def job(method: Method, clients: Clients | None = None, wire: Transform = Identity(), seed: int = 5) -> Job:  # noqa: B008 (it has no state)

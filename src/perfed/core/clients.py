@@ -22,11 +22,28 @@ class Split:
     x: Tensor  # [rows, ...], float32, uint8 for images, or int64 for tokens
     y: Tensor  # [rows, ...], as the task has it: see perfed.core.task; classes are int64 [rows]
     size: tuple[int, ...]
+    rows: int = 0  # that outputs for the samples of one client have; 0: as many as the largest client has samples
+    labelled: bool = True  # False: labels are unknown, or hidden
+    first: tuple[int, ...] | None = None  # first row of each client; None: they lie one after another
+
+    @cached_property
+    def longest(self) -> int:
+        """Return how many rows outputs for one client's samples have, whoever it is."""
+        return self.rows or max(self.size, default=0)
 
     @cached_property
     def start(self) -> tuple[int, ...]:
         """Return the first row of each client."""
-        return (0, *accumulate(self.size))[:-1]
+        return (0, *accumulate(self.size))[:-1] if self.first is None else self.first
+
+    @property
+    def in_order(self) -> Split:
+        """Return the samples of all clients one after another."""
+        if self.first is None:
+            return self
+        pairs = zip(self.first, self.size, strict=True)
+        rows = torch.cat([torch.arange(first, first + size, device=self.y.device) for first, size in pairs])
+        return replace(self, x=self.x[rows], y=self.y[rows], first=None)
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -55,6 +72,7 @@ class Clients:
         preparation: how rows of a table became these samples, in plain values.
         augment: what happens to the training images of a batch, see `core.augment`; never to those of an exact mean.
         task: what is learned; by default classification of `classes` classes.
+        public: samples at the server, or known to everybody, of which no client has one: a single row of `size`.
     """
 
     names: tuple[str, ...]
@@ -70,6 +88,7 @@ class Clients:
     notices: tuple[str, ...] = ()
     preparation: dict[str, Any] | None = None
     augment: str = "none"
+    public: Split | None = None
     task: Task = None  # pyright: ignore[reportAssignmentType] (`__post_init__` sees to it)
 
     def __post_init__(self) -> None:
@@ -82,6 +101,13 @@ class Clients:
     def split(self, name: str) -> Split:
         """Return a split by its name: 'train', 'val' or 'test'."""
         return {"train": self.train, "val": self.val, "test": self.test}[name]
+
+    @cached_property
+    def public_table(self) -> Clients:
+        """Return the public samples as the training samples of a single client."""
+        assert self.public is not None
+        none = Split(self.public.x[:0], self.public.y[:0], (0,))
+        return replace(self, names=("public",), train=self.public, val=none, test=none, public=None, augment="none")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -100,4 +126,5 @@ class Clients:
         move = lambda s: replace(s, x=s.x.to(device).contiguous(), y=s.y.to(device).contiguous())
         put = lambda t: None if t is None else t.to(device)
         splits = {name: move(self.split(name)) for name in SPLITS}
-        return replace(self, mean=put(self.mean), std=put(self.std), **splits)
+        public = None if self.public is None else move(self.public)
+        return replace(self, mean=put(self.mean), std=put(self.std), public=public, **splits)

@@ -17,6 +17,7 @@ class Context:
         phase: the name of the round's phase, see `Method.phase`; between two rounds there is none.
         population: number of clients in all.
         cohort: number of clients that a round is meant to have.
+        public: number of public samples, where the method needs such.
     """
 
     seed: int = 0
@@ -25,6 +26,7 @@ class Context:
     phase: str = ""
     population: int = 0
     cohort: int = 0
+    public: int = 0
 
 
 class Hidden:

@@ -98,6 +98,7 @@ class Data(ABC):
         steps: int | None = None,
         draws: int = 1,
         stream: int = 0,
+        batch_size: int | None = None,
     ) -> Any:
         """Take optimiser steps: `carry = step(carry, batch, given)` for one batch after another.
 
@@ -109,6 +110,7 @@ class Data(ABC):
             steps: number of steps, in place of epochs.
             draws: batches that each step gets, as a tuple where there are several.
             stream: equal streams have equal batches.
+            batch_size: samples of a batch; None: those of the method.
 
         Returns:
             The last carry; a client without samples takes no step.
@@ -116,7 +118,7 @@ class Data(ABC):
         step = without_context(step)
         if not all(isinstance(leaf, Tensor) for leaf in leaves((carry, given))):
             raise TypeError("carry and given hold tensors only; constants are fields of the method")
-        return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream))
+        return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream, batch_size))
 
     def mean(self, fn: Callable[..., Any], given: Any = (), split: str = "train", *, chunk: int | None = None) -> Any:
         """Return an exact mean over all samples of a split.
@@ -130,22 +132,50 @@ class Data(ABC):
         Returns:
             A tree as `fn` returns; NaN where the split is empty.
         """
-        if chunk is not None and chunk < 1:
-            raise Problem(f"chunk is the number of samples that are looked at together, at least 1, not {chunk}")
+        refuse_chunk(chunk)
         return self._mean(without_context(fn), given, split, chunk)
 
-    def steps(self, *, epochs: int | None = None, steps: int | None = None) -> Tensor:
-        """Return the number of steps that a fold of so many `epochs` or `steps` takes for this client, as a tensor."""
-        plan = self._plan(epochs, steps, 1, 0)
+    def map(self, fn: Callable[..., Any], given: Any = (), split: str = "train", *, chunk: int | None = None) -> Any:
+        """Return what `fn` gives for each sample, in the order of the samples: outputs, features, losses.
+
+        Args:
+            fn: a method of the class; `fn(batch, given)` returns a tree of tensors with a row for each sample.
+            given: a tree of tensors that `fn` reads.
+            split: 'train', 'val' or 'test'.
+            chunk: as in `mean`.
+
+        Returns:
+            A tree as `fn` returns. Every client's tensors have as many rows as the largest client has samples; those
+            behind its own samples are 0, and `mask` tells them apart.
+        """
+        refuse_chunk(chunk)
+        return self._map(without_context(fn), given, split, chunk)
+
+    def mask(self, split: str = "train") -> Tensor:
+        """Return for each row of a `map` over this `split` whether it is a sample."""
+        return torch.arange(self._longest(split), device=self.size.device) < self.count(split)
+
+    @property
+    def public(self) -> Data:
+        """The public samples, as this client sees them: with batches of its own, drawn by its own keys."""
+        raise Problem(
+            "a method whose clients read data.public says so, because sending these samples is traffic: "
+            "`sends_public: ClassVar[bool] = True`, beside `public`"
+        )
+
+    def steps(self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None) -> Tensor:
+        """Return how many steps a fold of so many `epochs` or `steps`, and this `batch_size`, takes, as a tensor."""
+        plan = self._plan(epochs, steps, 1, 0, batch_size)
         cut = lambda whole: whole if self.done is None else part(whole, self.done, self.epochs)
         if plan.steps is not None:
             return torch.where(self.size > 0, cut(plan.steps), 0)
-        return -(-self.size // self.batch_size) * cut(plan.epochs or 0)
+        return -(-self.size // plan.batch_size) * cut(plan.epochs or 0)
 
-    def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int) -> Plan:
+    def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int, batch_size: int | None) -> Plan:
         if epochs is None and steps is None:
             steps = self.usual
-        return Plan(self.batch_size, self.epochs if epochs is None else epochs, steps, draws, stream)
+        epochs, batch_size = (self.epochs if epochs is None else epochs), batch_size or self.batch_size
+        return Plan(batch_size, epochs, steps, draws, stream)
 
     @abstractmethod
     def count(self, split: str) -> Tensor:
@@ -156,6 +186,13 @@ class Data(ABC):
 
     @abstractmethod
     def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any: ...
+
+    @abstractmethod
+    def _map(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any: ...
+
+    @abstractmethod
+    def _longest(self, split: str) -> int:
+        """Return how many samples the largest of all clients has."""
 
 
 def check_step(step: Callable[..., Any]) -> tuple[Callable[..., Any], Any, tuple[Any, ...]]:
@@ -185,6 +222,20 @@ def without_context(step: Callable[..., Any]) -> Callable[..., Any]:
     owner = copy.copy(owner)
     object.__setattr__(owner, "context", HIDDEN)  # a method is frozen for everybody else
     return functools.partial(types.MethodType(function, owner), *fixed)
+
+
+def refuse_chunk(chunk: int | None) -> None:
+    """Refuse a number of samples that cannot be looked at together."""
+    if chunk is not None and chunk < 1:
+        raise Problem(f"chunk is the number of samples that are looked at together, at least 1, not {chunk}")
+
+
+def refuse_other_rows(value: Any, rows: int) -> None:
+    """Raise an error if a function of `map` has not returned a row for each of its samples."""
+    for leaf in leaves(value):
+        if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != rows:
+            shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(f"a function of `map` returns a row for each of its {rows} samples, not {shape}")
 
 
 def form(tree: Any) -> Any:

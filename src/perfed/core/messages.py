@@ -56,6 +56,23 @@ class Up:
 
 
 @dataclass(frozen=True)
+class Extension:
+    """Say which samples join ONE client's training set, and which of its own stay.
+
+    Attributes:
+        x: [k, ...], samples as networks get them; as many for every client.
+        y: [k], their labels.
+        made: [k], True for those that join; None: all.
+        keep: [rows of a `map`], True for its own samples that stay; None: all.
+    """
+
+    x: Tensor
+    y: Tensor
+    made: Tensor | None = None
+    keep: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Uploads:
     """Hold the uploads of several clients as rows."""
 

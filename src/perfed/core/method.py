@@ -21,7 +21,7 @@ from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.fields import Evaluates, checked, convert, hyper
-from perfed.core.messages import Cohort, Down, Up
+from perfed.core.messages import Cohort, Down, Extension, Up
 from perfed.core.model import Batch, Model, Part
 from perfed.core.optim import adam, adam_start, sgd
 from perfed.core.rounds import Known, Phase, Selection
@@ -54,6 +54,10 @@ class Method(ABC):
         context: where in a run its functions are called.
         averages: False where the server does not simply add the mean of `Up.mean`, the change of a model: no optimiser
             of a server steps in its place then.
+        public: what it needs of public samples: none, some, or some with labels; the labels of others it does not see.
+        sends_public: True where clients use `data.public`; each is sent the samples once, which is traffic.
+        refine_before: True where `refine` also runs before round 1.
+        extends_in: the phase before a client's first exchange of which `extend` runs; empty: whichever comes first.
     """
 
     model: Model
@@ -81,6 +85,10 @@ class Method(ABC):
     starts: ClassVar[str] = ""
     warms_up: ClassVar[str] = ""
     averages: ClassVar[bool] = True
+    public: ClassVar[Literal["", "unlabelled", "labelled"]] = ""
+    sends_public: ClassVar[bool] = False
+    refine_before: ClassVar[bool] = False
+    extends_in: ClassVar[str] = ""
 
     @classmethod
     def refuse_undeclared(cls) -> None:
@@ -89,6 +97,9 @@ class Method(ABC):
         if params is None or not params.frozen:
             raise Problem(f"{cls.__name__} needs @dataclass(frozen=True): a method is a frozen dataclass")
         convert(cls.evaluates, Evaluates, {}, f"{cls.__name__}.evaluates")
+        convert(cls.public, Literal["", "unlabelled", "labelled"], {}, f"{cls.__name__}.public")
+        if cls.sends_public and not cls.public:
+            raise Problem(f"{cls.__name__} sends public samples: public says which, 'unlabelled' or 'labelled'")
         for name, instead in FORMER.items():
             if hasattr(cls, name):
                 raise Problem(f"{cls.__name__} defines '{name}', which nobody asks for any more: define {instead}")
@@ -135,6 +146,16 @@ class Method(ABC):
     def sent(self) -> Part:
         """Return the part of theta whose change `Up.mean` is, where it is not all of theta."""
         return self.model.everything
+
+    @property
+    def refines(self) -> bool:
+        """Return True if the server trains, too: the method has a `refine` of its own."""
+        return type(self).refine is not Method.refine
+
+    @property
+    def extends(self) -> bool:
+        """Return True if clients make samples for themselves: the method has an `extend` of its own."""
+        return type(self).extend is not Method.extend
 
     @property
     def one_for_all(self) -> bool:
@@ -246,6 +267,35 @@ class Method(ABC):
             f"{type(self).__name__}.personalise must return theta, a tensor of shape {shape}, or a dict of thetas with "
             f"the key 'personal', not {kind}: a model of another form needs a function `predict`"
         )
+
+    def refine(self, server: State, cohort: Cohort | None, public: Data, /) -> State:  # noqa: ARG002
+        """Train at the server, after every `aggregate`; by default nothing is done.
+
+        It is written as `local` is, under whose rules what comes of `public.fold`, `public.mean` and `public.map` is.
+
+        Args:
+            server: what `aggregate` returned.
+            cohort: what `aggregate` was given; None before round 1, where `refine_before` asks for it.
+            public: the public samples as the server's own; without `public`, a single blank one, whose folds give
+                steps their keys.
+
+        Returns:
+            The server's state, of the same form.
+        """
+        return server
+
+    def extend(self, client: State, down: Down, data: Data, /) -> Extension:
+        """Make samples for ONE client's training set, once: before it first trains (see `extends_in`); under vmap.
+
+        Args:
+            client: the client's state.
+            down: what it receives in this exchange.
+            data: the client's own samples.
+
+        Returns:
+            The samples that join, and which of its own stay. All that follows sees them in `data`.
+        """
+        raise NotImplementedError
 
     def newcomer(self, server: State, /) -> Down:
         """Return what a `server` sends to ONE client that never took part; by default what it sends to everybody."""

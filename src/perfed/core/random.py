@@ -19,7 +19,7 @@ from perfed.core.tree import outside_transformations
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
 # Purposes: the first part of a key, so that two uses never share a stream.
-COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE = 1, 2, 3, 4, 5, 6, 7
+COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE, PUBLIC, REFINE, EXTEND = range(1, 11)
 
 
 def mix(z: Tensor) -> Tensor:
@@ -81,14 +81,19 @@ def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.floa
     """Draw numbers in [0, 1).
 
     Args:
-        key: one key; equal keys draw equal numbers.
-        shape: the result's shape.
+        key: one key; equal keys draw equal numbers. Several, such as `derive(batch.key, batch.index)`, a key for each
+            sample, draw so much each.
+        shape: the result's shape; for several keys behind theirs.
         dtype: the result's type.
 
     Returns:
         Numbers that depend on the key and their position only.
     """
-    z = mix(key + _counters(math.prod(shape), key.device))
+    if key.dim():
+        key, shape = key[..., None], (*key.shape, *shape)
+        z = mix(key + _counters(math.prod(shape[key.dim() - 1 :]), key.device))
+    else:
+        z = mix(key + _counters(math.prod(shape), key.device))
     return (((z >> 11) & ((1 << 53) - 1)).to(torch.float64) * 2.0**-53).to(dtype).reshape(shape)
 
 

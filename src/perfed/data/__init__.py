@@ -29,9 +29,12 @@ def load(config: DataConfig, seed: int, known: Mapping[str, Any] | None = None) 
         Every client's training, validation and test samples.
     """
     check(config)
+    import numpy as np
+
     from perfed.data.official import in_parts  # these import numpy and torch
     from perfed.data.partition import partition
     from perfed.data.pool import checked
+    from perfed.data.public import from_elsewhere, held_out
     from perfed.data.split import assemble
 
     pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name, config.bins)
@@ -39,4 +42,10 @@ def load(config: DataConfig, seed: int, known: Mapping[str, Any] | None = None) 
         raise Problem(f"data.task is for files of your own (data set 'folder'): '{config.name}' is {pool.task}")
     if config.split == "official":
         pool = in_parts(pool, config, seed)
-    return assemble(pool, partition(pool, config, seed), config, seed, known)
+    public = held_out(pool, config, seed)
+    if not len(public):
+        clients = assemble(pool, partition(pool, config, seed), config, seed, known)
+        return from_elsewhere(config, seed, clients) if config.public_data else clients
+    rest = np.delete(np.arange(len(pool.y)), public)
+    rows = [rest[mine] for mine in partition(pool.only(rest), config, seed)]
+    return assemble(pool, rows, config, seed, known, public)

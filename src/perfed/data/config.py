@@ -40,6 +40,10 @@ class DataConfig:
     normalise: Literal["auto", "federated", "local", "channel", "half", "none"] = hyper(
         "auto", "tables: federated, local, none; images: channel, half, none, federated (auto: see docs/data.md)"
     )
+    public: float = hyper(
+        0.0, "samples held out before the partition, for the server: a share below 1, or how many", at_least=0
+    )
+    public_data: str = hyper("", "data set, or folder, that these samples are from in place of the clients' own")
     rotate: str = hyper("", "feature skew: turn images by these degrees, one per group of clients: 0,90,180,270")
     noise: float = hyper(0.0, "feature skew: client i of N gets Gaussian noise of deviation noise * i / N", at_least=0)
     relabel: float = hyper(0.0, "preference skew: share of samples whose labels a group renames", at_least=0, at_most=1)
@@ -69,6 +73,9 @@ class DataConfig:
         checked(self, "data")
         for name in ("name", "partition"):  # two_words for two-words
             object.__setattr__(self, name, getattr(self, name).replace("_", "-"))
+
+        if self.public > 1 and self.public != int(self.public):
+            raise Problem(f"data.public is a share below 1 or a whole number of samples, not {self.public:g}")
 
     def label_columns(self, header: Sequence[str] = ()) -> list[str]:
         """Return the columns that `label_column` names: one of them, where a header has it, or several, a,b,c."""

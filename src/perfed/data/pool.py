@@ -73,6 +73,11 @@ class Pool:
         """How many strata there are."""
         return self.classes if self.strata is None else len(self.strata.names)
 
+    def only(self, rows: np.ndarray) -> Pool:
+        """Return a pool of some rows."""
+        fields = {name: getattr(self, name) for name in ("x", "y", "owner", "unit", "part", "official")}
+        return replace(self, **{name: None if array is None else array[rows] for name, array in fields.items()})
+
     def where(self, row: int) -> str:
         """Say where a row stands, for people."""
         if self.owner is None or self.names is None:

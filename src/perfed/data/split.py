@@ -26,7 +26,12 @@ _SPLIT = 2  # the random stream of this purpose
 
 
 def assemble(
-    pool: Pool, rows: Sequence[np.ndarray], config: DataConfig, seed: int, known: Mapping[str, Any] | None = None
+    pool: Pool,
+    rows: Sequence[np.ndarray],
+    config: DataConfig,
+    seed: int,
+    known: Mapping[str, Any] | None = None,
+    public: Sequence[int] | np.ndarray = (),
 ) -> Clients:
     """Split every client's rows, skew its samples where asked to, and lay the clients one after another.
 
@@ -36,6 +41,7 @@ def assemble(
         config: the split, the skews and the order of the clients.
         seed: what everything drawn here follows from.
         known: the preparation that models were trained with, for clients that come later.
+        public: rows that are nobody's.
 
     Returns:
         The clients, in the order of data.team_order.
@@ -50,7 +56,8 @@ def assemble(
     names = _names(pool, rows, config, domains)
     by_name = lambda pieces: dict(zip(names, pieces, strict=True))
     stratum = pool.stratum
-    pool, preparation = normalised(pool, by_name(chosen[TRAIN]), by_name(rows), config, known)
+    prepared = by_name(rows) | ({"": np.asarray(public)} if len(public) else {})
+    pool, preparation = normalised(pool, by_name(chosen[TRAIN]), prepared, config, known)
     pool, preparation = standardised(pool, by_name(chosen[TRAIN]), preparation, known)
     labels = {
         code: [skews.labels(pool.y[mine], client, code) for client, mine in enumerate(chosen[code])] for code in codes
@@ -80,6 +87,12 @@ def assemble(
     described |= {"notices": (*pool.notices, *(words(preparation) if preparation else ()), *notices)}
     described |= _task(pool, preparation)
     described |= {"mean": scale(pool.mean), "std": scale(pool.std), "preparation": preparation}
+    if len(public):
+        described["public"] = Split(torch.from_numpy(pool.x[public]), torch.from_numpy(pool.y[public]), (len(public),))
+        told = (
+            f"{len(public):,} samples are public: known to the server, held out before the partition, and no client's"
+        )
+        described["notices"] += (told,)
     return Clients(tuple(names[client] for client in places), **tables, **described)
 
 

@@ -7,6 +7,7 @@ or more runs: a run's federation sends a request and gets a reply. Every engine 
 
 from __future__ import annotations
 
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,16 @@ from perfed.core.clients import SPLITS, Clients
 from perfed.core.context import Context
 from perfed.core.data import Data
 from perfed.core.errors import ClientError, Problem
-from perfed.core.messages import Down, Up, Uploads, covers, cut
+from perfed.core.messages import Cohort, Down, Up, Uploads, covers, cut
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import PERSONALISE, TRAIN, WIRE, derive
+from perfed.core.random import EXTEND, PERSONALISE, REFINE, TRAIN, WIRE, derive
 from perfed.core.rates import Rates
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
+from perfed.engines.extension import Extending, Extensions, Grown
 from perfed.engines.forms import Form, digest, fault, kinds, refuse_unusable
+from perfed.engines.public import size_of, visible
 from perfed.engines.rules import treatment_told
 from perfed.engines.scores import Scores, Table
 from perfed.engines.scoring import Piece, Scorer
@@ -81,11 +84,13 @@ class ClientInfo:
     names: tuple[str, ...]
     sizes: dict[str, tuple[int, ...]]  # split -> samples of each client
     classes: int
+    public: int = 0  # bytes of the public samples
 
     @classmethod
     def of(cls, clients: Clients) -> ClientInfo:
         """Return what may be known of these clients."""
-        return cls(clients.names, {split: clients.split(split).size for split in SPLITS}, clients.classes)
+        sizes = {split: clients.split(split).size for split in SPLITS}
+        return cls(clients.names, sizes, clients.classes, size_of(clients.public))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -264,7 +269,7 @@ class Work:
     """A task for some clients of one run, with everything that it reads but their samples."""
 
     run: int
-    task: Training | Evaluation
+    task: Training | Evaluation | Extending
     key: Tensor  # of the purpose and the round; each client derives its own
     ids: Sequence[int]
     states: State  # a row for each
@@ -347,6 +352,9 @@ class Engine(ABC):
         self.notice = notice
         self.jobs = [self._prepared(job) for job in jobs]
         self.train_scores = train_scores
+        self.refining = [0.0 for _ in jobs]  # seconds of each run's server, since somebody has set them to 0
+        self.extended = [Extensions() for _ in jobs]
+        self.tables: dict[int, Grown] = {}  # with samples that were made up
         self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received
         self.states = [
             States(job.method.init_client(), job.method.model.device, memory, job.folder) for job in self.jobs
@@ -356,11 +364,14 @@ class Engine(ABC):
         """Return the job with a model that makes use of the machine."""
         _refuse_other_task(job)
         model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
-        run = Context(job.seed, population=len(job.clients), cohort=job.cohort or len(job.clients))
+        clients = visible(job.method, job.clients)
+        run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))
+        if job.method.public and clients.public is not None:
+            run = replace(run, public=len(clients.public.y))
         method = replace(job.method, model=model).at(**vars(run))
         for name in method.computed_once():  # here, as every exchange has a copy of its own
             getattr(method, name)
-        return replace(job, method=method)
+        return replace(job, method=method, clients=clients)
 
     @property
     def method(self) -> Method:
@@ -396,6 +407,8 @@ class Engine(ABC):
             [23, 41]
             >>> reply.settle(None)
         """
+        if self.method.extends:
+            self._extend(requests)
         works = [self._training(request) for request in requests]
         return [self._reply(work, results) for work, results in zip(works, self._each(works), strict=True)]
 
@@ -470,6 +483,77 @@ class Engine(ABC):
                 out += by_row(weight, out) * row.double()
         return out
 
+    # ------------------------------------------------------------------ samples that join clients' own
+
+    def _extend(self, requests: Sequence[Request]) -> None:
+        """Let the clients that train for the first time extend their training sets."""
+        works = []
+        for request in requests:
+            run, down = request.run, request.down
+            new = [row for row, id in enumerate(request.ids) if id not in self.extended[run].known]
+            if new and self.method.extends_in in ("", request.phase):
+                place = {"round": request.round, "exchange": request.exchange, "phase": request.phase}
+                ids, task = [request.ids[row] for row in new], Extending(self.jobs[run].at(**place))
+                key, states = self._key(run, EXTEND), self.states[run].take(ids)
+                works.append((request.round, Work(run, task, key, ids, states, Down(down.shared, rows(down.own, new)))))
+        if not works:
+            return
+        for (round, work), results in zip(works, self._each([work for _, work in works]), strict=True):
+            run, out = work.run, results.out
+            self.extended[run].join(round, work.ids, out, *self._table(run, out["x"].shape[1]), self.infos[run])
+        self._use_tables()
+
+    def _table(self, run: int, made: int) -> tuple[Grown, int]:
+        """Return the table that a run's training samples are in, and the place of its first client there."""
+        if run not in self.tables:
+            self.tables[run] = Grown(self.jobs[run].clients, self.method.model.dtype, made)
+        return self.tables[run], 0
+
+    def _use_tables(self) -> None:
+        """Let clients train on what the tables hold now."""
+        for run, table in self.tables.items():
+            job = self.jobs[run]
+            self.jobs[run] = replace(job, clients=replace(job.clients, train=table.split))
+
+    def save_extension(self, run: int) -> dict[str, Any] | None:
+        """Return the samples that clients of a run have made, and what they left out, as a tree; None: nothing."""
+        return self.extended[run].saved(*self._table(run, 0)) if self.extended[run].known else None
+
+    def restore_extension(self, run: int, about: dict[str, Any] | None) -> None:
+        """Give clients of a run the training sets that they had.
+
+        Args:
+            run: which run.
+            about: what `save_extension` returned.
+        """
+        if self.extended[run].known or about is not None:
+            table = self._table(run, about["room"] if about else 0)
+            self.extended[run].restore(about, *table, len(self.infos[run]))
+            self._use_tables()
+
+    # ------------------------------------------------------------------ the server's own training
+
+    def refine(self, run: int, context: Context, server: State, cohort: Cohort | None) -> State:
+        """Let a run's server train: the method's `refine`, where it has one.
+
+        Args:
+            run: which run.
+            context: where in the run this is.
+            server: the server's state.
+            cohort: what it was made of; None before the first round.
+
+        Returns:
+            The server's new state.
+        """
+        if not self.jobs[run].method.refines:
+            return server
+        began = time.monotonic()
+        server = self._refine(run, context, self._key(run, REFINE, context.round, context.exchange), server, cohort)
+        if self.method.model.device.type == "cuda":
+            torch.cuda.synchronize()  # or its time would be somebody else's
+        self.refining[run] += time.monotonic() - began
+        return server
+
     # ------------------------------------------------------------------ evaluations
 
     def evaluate(self, requests: Sequence[EvaluationRequest]) -> list[EvaluationReply]:
@@ -520,7 +604,8 @@ class Engine(ABC):
 
     def _scorer(self, run: int) -> Scorer:
         job = self.jobs[run]
-        return Scorer(job.method, job.clients, self.splits(run), self._rate, self._key(run))
+        clients = replace(job.clients, train=job.clients.train.in_order) if self.train_scores else job.clients
+        return Scorer(job.method, clients, self.splits(run), self._rate, self._key(run))
 
     # ------------------------------------------------------------------ clients' states
 
@@ -559,6 +644,10 @@ class Engine(ABC):
     @abstractmethod
     def _each(self, works: Sequence[Work]) -> list[Results]:
         """Return stacked results of `task(state, down, data, key)` for each client of each piece of work."""
+
+    @abstractmethod
+    def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
+        """Return what the run's `refine` makes of the server's state, with batches drawn from the key."""
 
     def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
         """Return the scores of models that all clients share, piece by piece."""

@@ -16,20 +16,31 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from perfed.accel.autotune import prepared
 from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients
-from perfed.core.data import CHUNK, Data, Plan, check_step, order_key, refuse_other_form, step_key
+from perfed.core.data import (
+    CHUNK,
+    Data,
+    Plan,
+    check_step,
+    order_key,
+    refuse_other_form,
+    refuse_other_rows,
+    step_key,
+)
 from perfed.core.data import form as shapes
 from perfed.core.further import models_of
 from perfed.core.method import Method
 from perfed.core.model import Batch
-from perfed.core.random import mix, smallest, tickets
+from perfed.core.random import PUBLIC, derive, mix, smallest, tickets
 from perfed.core.tree import flatten, integers, leaves, unflatten
 
 if TYPE_CHECKING:
     from perfed.accel.loops import Loop, Recorder
 
 EXACT = 32  # up to so many active clients there is a record for each number
+AT_ONCE = 1 << 14  # samples of all clients together in one piece of a map
 PIECE = 64  # samples per client in one recorded piece of a mean: one for all, and few, as the last one is filled up
 
 
@@ -59,6 +70,7 @@ class Block:
     dtype: torch.dtype
     epochs: int
     done: list[int] | None  # epochs that each client finishes, where there are stragglers
+    public: Block | None = None  # for each of them the public samples, where a method sends them
 
     def plans(self, plan: Plan) -> list[Plan]:
         """Return what each client does of a plan."""
@@ -116,6 +128,14 @@ class BlockData(Data):
     def count(self, split: str) -> Tensor:
         return self.sizes[split]
 
+    @property
+    def public(self) -> Data:
+        if self.block.public is None:
+            return super().public
+        sizes = {"train": self.sizes["public"]}
+        about = (sizes, self.batch_size, self.epochs, self.done, self.usual)
+        return BlockData(self.block.public, derive(self.key, PUBLIC), *about)
+
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         inside, form = flatten((carry, (given, held_by(check_step(step)[1]))))
         carried, carry_form = flatten(carry)
@@ -127,6 +147,15 @@ class BlockData(Data):
         result = _Result()
         out = _Mean.apply(self.block, fn, form, result, split, chunk, self.key, *inside)
         return unflatten(list(out), result.form)
+
+    def _map(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
+        inside, form = flatten((given, held_by(check_step(fn)[1])))
+        result = _Result()
+        out = _Map.apply(self.block, fn, form, result, split, chunk, self.key, *inside)
+        return unflatten(list(out), result.form)
+
+    def _longest(self, split: str) -> int:
+        return self.block.clients.split(split).longest
 
 
 class _Result:
@@ -253,7 +282,9 @@ class Fold:
         sizes = set(clients.train.size)
         weighted = any(n % plan.batch_size for n in sizes)
         body = runner.batch_step(self.step, self.form, self.batched, plan.draws, weighted)
-        key = ("fold", clients, clients.augment, plan, weighted, *runner.identity(self.step, self.form, self.batched))
+        # The tensors tell samples apart: clients whose training sets grow share them with those that they were before.
+        about = (clients.train.x, clients.augment, plan, weighted)
+        key = ("fold", *about, *runner.identity(self.step, self.form, self.batched))
         shape = (plan.draws, max(map(plan.total, sizes)), min(plan.batch_size, max(sizes)))
         about = (clients, "train", self.block.dtype, True, weighted, body, self.carried)
         loop = runner.recorder.loop(key, inside, self.batched, shape, *about)
@@ -338,22 +369,40 @@ class _Mean(_Loop):
         _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, chunk: int | None,
         key: Any, *inside
     ):  # fmt: skip
-        batched = [d is not None for d in in_dims[7:]]
-        inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[7:], strict=True)]
-        size = block.size(split)
-        order, back, size = _sorted_rows(size)
-        where = integers(order, key.device)
-        start, n, key = block.start(split)[where], block.sizes(split)[where], key[where]
-        inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
-        if not size[0]:  # nobody has samples: any will do for the form of the result, which is NaN
-            split, start = "train", torch.zeros_like(start)
-        mean = Mean(block, fn, form, result, split, chunk, batched, key, start, n, size)
-        recorder = block.runner.recorder
-        totals = mean.recorded(inside) if recorder and size[0] else mean.plain(inside)
+        mean, inside, way = _sorted_mean(in_dims, block, fn, form, result, split, chunk, key, inside)
+        n, recorder = mean.n, block.runner.recorder
+        totals = mean.recorded(inside) if recorder and mean.size[0] else mean.plain(inside)
         # A client without samples has no mean: 0 / 0 is NaN.
         out = [t / n.view(-1, *(1,) * (t.dim() - 1)) for t in totals]
-        way = integers(back, key.device)
         return tuple(t[way] for t in out), (0,) * len(out)
+
+
+class _Map(_Loop):
+    @staticmethod
+    def vmap(  # pyright: ignore[reportIncompatibleMethodOverride]
+        _info: Any, in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, chunk: int | None,
+        key: Any, *inside
+    ):  # fmt: skip
+        mean, inside, way = _sorted_mean(in_dims, block, fn, form, result, split, chunk, key, inside)
+        out = mean.each(inside, block.clients.split(split).longest)
+        return tuple(t[way] for t in out), (0,) * len(out)
+
+
+def _sorted_mean(
+    in_dims: Any, block: Block, fn: Any, form: Any, result: _Result, split: str, chunk: int | None, key: Tensor,
+    inside: Any,
+) -> tuple[Mean, list[Tensor], Tensor]:  # fmt: skip
+    """Return what goes through all samples, with its rows sorted; what it is given, likewise; and the way back."""
+    batched = [d is not None for d in in_dims[7:]]
+    inside = [t if d is None else t.movedim(d, 0) for t, d in zip(inside, in_dims[7:], strict=True)]
+    order, back, size = _sorted_rows(block.size(split))
+    where = integers(order, key.device)
+    start, n, key = block.start(split)[where], block.sizes(split)[where], key[where]
+    inside = [t[where] if b else t for t, b in zip(inside, batched, strict=True)]
+    if not size[0]:  # nobody has samples: any will do for the form of the result
+        split, start = "train", torch.zeros_like(start)
+    mean = Mean(block, fn, form, result, split, chunk, batched, key, start, n, size)
+    return mean, inside, integers(back, key.device)
 
 
 @dataclass(frozen=True)
@@ -385,21 +434,43 @@ class Mean:
 
         return values
 
+    def _piece(self, inside: list[Tensor], first: int, length: int) -> tuple[int, Tensor, Any]:
+        """Return of so many samples from the `first`: how many rows have such, their weights, and their values."""
+        active = _active(self.size, first) if self.size[0] else len(self.size)
+        place = torch.arange(first, first + length, device=self.key.device)
+        index = torch.where(place < self.n[:active, None], place, -1)
+        x, y, numbers = self.block.gather(self.split, index, self.start[:active])
+        weight = (index >= 0).to(self.block.dtype)
+        theirs = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
+        whole = vmap(self._values(), in_dims=(*(0,) * 5, *(0 if b else None for b in self.batched)))
+        return active, weight, whole(x, y, weight, self.key[:active], numbers, *theirs)
+
+    def each(self, inside: list[Tensor], rows: int) -> list[Tensor]:
+        """Return the values of single samples, in a tensor of so many rows for each client, 0 where it has none.
+
+        It is not recorded: a piece holds enough samples to keep a device busy.
+        """
+        count, longest, out = len(self.size), max(self.size[0], 1), []
+        at_once = self.chunk or min(CHUNK, max(PIECE, AT_ONCE // count))
+        for first in range(0, longest, at_once):
+            length = min(at_once, longest - first)
+            piece = lambda first=first, length=length: self._piece(inside, first, length)
+            active, weight, values = prepared(piece) if self.block.runner.recorder else piece()
+            refuse_other_rows([v[0] for v in values], length)
+            if not out:
+                out = [v.new_zeros(count, rows, *v.shape[2:]) for v in values]
+            for t, v in zip(out, values, strict=True):
+                there = weight.view(*weight.shape, *(1,) * (v.dim() - 2)) > 0
+                t[:active, first : min(first + length, rows)] = torch.where(there, v, 0)[:, : rows - first]
+        return out
+
     def plain(self, inside: list[Tensor], most: int | None = None) -> list[Tensor]:
         """Add up piece by piece; `most` samples of each client at most, to learn the form of the result."""
         totals: list[Tensor] = []
         count, longest = len(self.size), self.size[0] if most is None else most
-        whole = vmap(self._values(), in_dims=(*(0,) * 5, *(0 if b else None for b in self.batched)))
         chunk = self.chunk or CHUNK
         for first in range(0, max(longest, 1), chunk):
-            active = _active(self.size, first) if self.size[0] else count
-            length = min(chunk, max(longest - first, 1))
-            place = torch.arange(first, first + length, device=self.key.device)
-            index = torch.where(place < self.n[:active, None], place, -1)
-            x, y, numbers = self.block.gather(self.split, index, self.start[:active])
-            weight = (index >= 0).to(self.block.dtype)
-            theirs = [t[:active] if b else t for t, b in zip(inside, self.batched, strict=True)]
-            values = whole(x, y, weight, self.key[:active], numbers, *theirs)
+            active, weight, values = self._piece(inside, first, min(chunk, max(longest - first, 1)))
             if not totals:
                 totals = [v.new_zeros(count, *v.shape[1:]) for v in values]
             samples = weight.sum(1)
@@ -414,7 +485,13 @@ class Mean:
         shapes = tuple(
             (tuple(t.shape[1:] if b else t.shape), t.dtype) for t, b in zip(inside, self.batched, strict=True)
         )
-        key = ("mean", self.block.clients, self.split, shapes, *runner.identity(self.fn, self.form, self.batched))
+        key = (
+            "mean",
+            self.block.clients.split(self.split).x,
+            self.split,
+            shapes,
+            *runner.identity(self.fn, self.form, self.batched),
+        )
         if key not in runner.forms:
             with runner.recorder.shapes_only():
                 runner.forms[key] = [torch.zeros_like(t[0]) for t in self.plain(inside, most=1)], self.result.form

@@ -59,11 +59,14 @@ def most_frequent(forms: list[Form | None]) -> Form:
 
 def specimen(clients: Clients) -> Clients:
     """Return one client of two samples of zeros, of the shape that all clients' samples have."""
-    splits = {}
-    for name in SPLITS:
-        source = clients.split(name)
-        splits[name] = Split(source.x.new_zeros(2, *source.x.shape[1:]), source.y.new_zeros(2), (2,))
-    return replace(clients, names=("specimen",), **splits)
+    splits = {name: _blank(clients.split(name)) for name in SPLITS}
+    public = clients.public and _blank(clients.public)
+    return replace(clients, names=("specimen",), public=public, **splits)
+
+
+def _blank(source: Split) -> Split:
+    """Return two samples of zeros in place of a split's."""
+    return Split(source.x.new_zeros(2, *source.x.shape[1:]), source.y.new_zeros(2), (2,), source.longest)
 
 
 def fault(sent: Form, declared: Form) -> tuple[str, str] | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from perfed.core.augment import moved, moves
 from perfed.core.clients import Clients
-from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, step_key
+from perfed.core.context import Context
+from perfed.core.data import CHUNK, Data, Plan, form, order_key, refuse_other_form, refuse_other_rows, step_key
 from perfed.core.errors import ClientError, Problem
-from perfed.core.messages import Down
+from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch
-from perfed.core.random import derive, shuffle
+from perfed.core.random import PUBLIC, derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Engine, Failure, Results, Training, Work
 from perfed.engines.forms import Form, fault, kinds, most_frequent, specimen
@@ -54,6 +55,11 @@ class Sequential(Engine):
             if not isinstance(work.task, Training):
                 raise
             return error
+
+    def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
+        job = self.jobs[run]
+        method = job.at(**vars(context))
+        return method.refine(server, cohort, ClientData(job.clients.public_table, 0, key, method))
 
     def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:
         """Return a client's samples as its method sees them."""
@@ -111,12 +117,12 @@ class Sequential(Engine):
         except Exception as error:
             return error
 
-    def _told(self, run: int, error: Any, ids: Sequence[int]) -> Exception:
+    def _told(self, run: int, error: Any, ids: Sequence[int], what: str = "scoring") -> Exception:
         """Return an error of clients as a sentence that says whose it is; a Problem is everybody's."""
         if isinstance(error, Problem):
             return error
         names = [f"client '{self.infos[run].names[id]}'" for id in ids]
-        several = f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names) or "scoring"
+        several = f"{names[0]} to {names[-1]}" if len(names) > 1 else "".join(names) or what
         told = ClientError(f"{several} of {type(self.jobs[run].method).__name__}: {reason_of(error)}")
         told.__cause__ = error
         return told
@@ -141,8 +147,15 @@ class ClientData(Data):
         usual: int | None = None,
     ):
         super().__init__(method.batch_size, method.epochs, done, usual)
-        self.clients, self.index, self.key, self.dtype = clients, index, key, method.model.dtype
+        self.clients, self.index, self.key, self.method = clients, index, key, method
+        self.dtype = method.model.dtype
         self.size = torch.tensor(clients.train.size[index], device=clients.train.y.device)
+
+    @property
+    def public(self) -> Data:
+        if not self.method.sends_public:
+            return super().public
+        return ClientData(self.clients.public_table, 0, derive(self.key, PUBLIC), self.method, self.done, self.usual)
 
     def count(self, split: str) -> Tensor:
         return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)
@@ -189,16 +202,35 @@ class ClientData(Data):
         return carry
 
     def _mean(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
-        source = self.clients.split(split)
-        start, size = source.start[self.index], source.size[self.index]
-        if size == 0:  # run on any sample for the form of the result, which is filled with NaN
-            value = fn(self._batch(split if len(source.y) else "train", slice(0, 1), self.key), given)
-            return tree_map(lambda t: torch.full_like(t, torch.nan), value)
+        if not (size := self.clients.split(split).size[self.index]):
+            return tree_map(lambda t: torch.full_like(t, torch.nan), fn(self._any(split), given))
         total = None
-        chunk = chunk or CHUNK
-        for first in range(0, size, chunk):
-            count = min(chunk, size - first)
-            value = fn(self._batch(split, slice(start + first, start + first + count), self.key), given)
-            part = tree_map(lambda t, count=count: t * count, value)
+        for count, batch in self._pieces(split, chunk or CHUNK):
+            part = tree_map(lambda t, count=count: t * count, fn(batch, given))
             total = part if total is None else tree_map(torch.add, total, part)
         return tree_map(lambda t: t / size, total)
+
+    def _map(self, fn: Callable[..., Any], given: Any, split: str, chunk: int | None) -> Any:
+        source, parts = self.clients.split(split), []
+        missing = source.longest - source.size[self.index]
+        pieces = self._pieces(split, chunk or CHUNK) if source.size[self.index] else [(0, self._any(split))]
+        for count, batch in pieces:
+            value = fn(batch, given)
+            refuse_other_rows(value, len(batch.y))
+            parts.append(tree_map(lambda t, count=count: t[:count], value))
+        return tree_map(lambda *each: torch.cat([*each, each[0].new_zeros(missing, *each[0].shape[1:])]), *parts)
+
+    def _longest(self, split: str) -> int:
+        return self.clients.split(split).longest
+
+    def _pieces(self, split: str, most: int) -> Iterator[tuple[int, Batch]]:
+        """Yield the samples of a split in their order, `most` at a time, and how many are in a piece."""
+        source = self.clients.split(split)
+        start, size = source.start[self.index], source.size[self.index]
+        for first in range(0, size, most):
+            count = min(most, size - first)
+            yield count, self._batch(split, slice(start + first, start + first + count), self.key)
+
+    def _any(self, split: str) -> Batch:
+        """Return any sample, from which the form of a function's result shows where a split has none."""
+        return self._batch(split if len(self.clients.split(split).y) else "train", slice(0, 1), self.key)

@@ -20,15 +20,17 @@ from torch.func import vmap
 from perfed.accel import autotune
 from perfed.accel.autotune import prepared
 from perfed.core.clients import SPLITS, Clients, Split
+from perfed.core.context import Context
 from perfed.core.errors import Problem
 from perfed.core.further import models_of
-from perfed.core.messages import Down
+from perfed.core.messages import Cohort, Down
 from perfed.core.method import Method, State
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive, mix
-from perfed.core.tree import integers, send, tree_map
+from perfed.core.tree import flatten, integers, send, tree_map, unflatten
 from perfed.engines.base import Engine, EvaluationReply, EvaluationRequest, Job, Reply, Request, Results, Work
 from perfed.engines.blocks import Block, BlockData, Runner, holding
+from perfed.engines.extension import Grown, view
 from perfed.engines.local import reason_of
 from perfed.engines.rules import rules_told
 
@@ -63,6 +65,7 @@ class Vectorised(Engine):
         self._tuned_before = autotune.seconds
         super().__init__(*jobs, **options)
         self.clients, self.offsets = self._one_table()
+        self.public, self.public_places = self._public_table()
         self.runner = Runner(compile, tuple(sorted(sizes)))
         if fast:
             from perfed.accel.loops import Recorder  # needs Triton
@@ -78,14 +81,27 @@ class Vectorised(Engine):
         device = self.method.model.device
         tables = [job.clients for job in self.jobs]
         if all(_same_samples(table, tables[0]) for table in tables):
-            table = tables[0].to(device)
+            table, count = tables[0].to(device), len(tables)
             self.jobs = [replace(job, clients=table) for job in self.jobs]
+            if count > 1 and self.method.extends:  # each run's clients will have samples of their own
+                return _repeated(table, count), [len(table) * run for run in range(count)]
             return table, [0 for _ in self.jobs]
         table = join(tables).to(device)
         offsets = [0, *accumulate(len(clients) for clients in tables)]
         parts = [part(table, begin, end) for begin, end in pairwise(offsets)]
+        public = [None if each.public is None else each.to(device).public for each in tables]
+        parts = [replace(each, public=public) for each, public in zip(parts, public, strict=True)]
         self.jobs = [replace(job, clients=clients) for job, clients in zip(self.jobs, parts, strict=True)]
         return table, offsets[:-1]
+
+    def _public_table(self) -> tuple[Clients | None, list[int]]:
+        """Return the public samples of all runs as those of one client, or of one for each run; and whose are whose."""
+        tables = [job.clients for job in self.jobs]
+        if any(table.public is None for table in tables):
+            return None, []
+        if all(table is tables[0] for table in tables):
+            return tables[0].public_table, [0 for _ in tables]
+        return join([table.public_table for table in tables]), list(range(len(tables)))
 
     def _with_all_starts(self) -> dict[str, Model]:
         seeds, models = [job.seed for job in self.jobs], models_of(self.method)
@@ -175,6 +191,61 @@ class Vectorised(Engine):
             results.append(Results(tree_map(lambda tensor, back=back: tensor.index_select(0, back), joined)))
         return results
 
+    def _table(self, run: int, made: int) -> tuple[Grown, int]:
+        if not self.tables:
+            self.tables[0] = Grown(self.clients, self.method.model.dtype, made)
+        return self.tables[0], self.offsets[run]
+
+    def _use_tables(self) -> None:
+        train = self.tables[0].split
+        self.clients = replace(self.clients, train=train)
+        pairs = [
+            (job, replace(job.clients, train=view(train, first, first + len(job.clients))))
+            for job, first in zip(self.jobs, self.offsets, strict=True)
+        ]
+        self.jobs = [replace(job, clients=clients) for job, clients in pairs]
+
+    def _public_block(self, runs: Sequence[int], done: list[int] | None = None) -> Block:
+        """Return the public samples as a block: each row has those of its run."""
+        assert self.public is not None
+        places, method = [self.public_places[run] for run in runs], self.method
+        return Block(
+            self.public, tuple(places), self._send(places), self.runner, method.model.dtype, method.epochs, done
+        )
+
+    def refine(self, run: int, context: Context, server: State, cohort: Cohort | None) -> State:
+        """Let a run's server train, see `Engine.refine`; without recording and kernels where these fail."""
+        if not self.method.refines:
+            return server
+        refine = super().refine
+        return self._carry_out(lambda _: refine(run, context, server, cohort), ())
+
+    def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
+        """Train as a block of one client does, so that steps are recorded as any others."""
+        block, method, kept = self._public_block([run]), self.method.at(**vars(context)), []
+        varied = {name: values[run : run + 1] for name, values in _varied(self.jobs).items()}
+        if self.jobs[run].rates.schedule != "constant":  # as in `_block`
+            rate = torch.tensor([self.jobs[run].at(**vars(context)).lr], dtype=method.model.dtype)
+            varied["lr"] = send(rate, key.device)
+        if SEED in varied:
+            method = holding(method, self._models_of_all)
+
+        def refined(key: Tensor, size: Tensor, varied: dict[str, Tensor]) -> list[Tensor]:
+            data = BlockData(block, key, {"train": size}, method.batch_size, method.epochs, None)
+            parts, nesting = flatten(_varying(method, varied).refine(server, cohort, data))
+            kept.extend((parts, nesting))
+            return [part for part in parts if isinstance(part, Tensor)]
+
+        with self._told(method):
+            tensors = iter(vmap(refined)(key[None], block.sizes("train"), varied))
+        parts, nesting = kept
+        return unflatten([next(tensors)[0] if isinstance(part, Tensor) else part for part in parts], nesting)
+
+    def _told(self, method: Method) -> contextlib.AbstractContextManager[None]:
+        """Tell errors as rules that were broken, unless they may be those of recording or compiling."""
+        helped = self.runner.recorder is not None or bool(self.runner.compile)
+        return contextlib.nullcontext() if helped else rules_told(method)
+
     def _rate(self, method: Method, batch: Batch, models: dict[str, Tensor]) -> Any:
         if self.runner.recorder is None:
             return super()._rate(method, batch, models)
@@ -203,7 +274,9 @@ class Vectorised(Engine):
         take = lambda trees: tree_map(lambda *t: pick(t[0] if len(t) == 1 else torch.cat(t)), *trees)
         finishes = lambda work, row: work.done[row] if work.done else method.epochs
         done = [finishes(works[place], row) for place, row in rows] if any(work.done for work in works) else None
-        block = Block(self.clients, table, self._send(table), self.runner, method.model.dtype, method.epochs, done)
+        public = self._public_block([works[place].run for place, _ in rows], done) if method.sends_public else None
+        about = (self.runner, method.model.dtype, method.epochs, done, public)
+        block = Block(self.clients, table, self._send(table), *about)
         states, own = take([work.states for work in works]), take([work.down.own for work in works])
         machine = self.runner.machine(where.device)
         keys = torch.stack([work.key for work in works]).index_select(0, whose)
@@ -226,10 +299,11 @@ class Vectorised(Engine):
             return mine(state, Down(shared, own), data, key)
 
         sizes = {split: block.sizes(split) for split in SPLITS}
+        if public is not None:
+            sizes["public"] = public.sizes("train")
         dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(works) == 1 else 0)
         epochs = None if done is None else self._send(done)
-        helped = self.runner.recorder is not None or bool(self.runner.compile)  # a failure may be that of the help
-        with contextlib.nullcontext() if helped else rules_told(method):
+        with self._told(method):
             return vmap(client, in_dims=dims)(states, own, keys, sizes, varied, epochs, shared)
 
 
@@ -259,8 +333,17 @@ def join(several: Sequence[Clients]) -> Clients:
     for name in SPLITS:
         parts = [clients.split(name) for clients in several]
         sizes = tuple(size for part in parts for size in part.size)
-        splits[name] = Split(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), sizes)
+        longest = max(part.longest for part in parts)
+        splits[name] = Split(
+            torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]), sizes, longest
+        )
     return replace(first, names=tuple(name for clients in several for name in clients.names), **splits)
+
+
+def _repeated(clients: Clients, times: int) -> Clients:
+    """Return clients so many times, each time with the same samples in the same place."""
+    again = lambda split: replace(split, size=split.size * times, first=split.start * times)
+    return replace(clients, names=clients.names * times, **{name: again(clients.split(name)) for name in SPLITS})
 
 
 def part(clients: Clients, first: int, last: int) -> Clients:
@@ -269,7 +352,7 @@ def part(clients: Clients, first: int, last: int) -> Clients:
     def cut(split: Split) -> Split:
         begin, size = sum(split.size[:first]), split.size[first:last]
         rows = slice(begin, begin + sum(size))
-        return Split(split.x[rows], split.y[rows], size)
+        return Split(split.x[rows], split.y[rows], size, split.longest)
 
     splits = {name: cut(clients.split(name)) for name in SPLITS}
     return replace(clients, names=clients.names[first:last], **splits)
@@ -286,7 +369,9 @@ def _same_samples(first: Clients, second: Clients) -> bool:
     if not _alike(first.mean, second.mean) or not _alike(first.std, second.std) or first.augment != second.augment:
         return False
     pairs = [(first.split(name), second.split(name)) for name in SPLITS]
-    return all(a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in pairs)
+    pairs += [(a, b) for a, b in [(first.public, second.public)] if a is not None and b is not None]
+    alike = lambda a, b: a.size == b.size and torch.equal(a.x, b.x) and torch.equal(a.y, b.y)
+    return (first.public is None) == (second.public is None) and all(a is b or alike(a, b) for a, b in pairs)
 
 
 def _refuse_unlike(jobs: Sequence[Job]) -> None:
@@ -301,8 +386,8 @@ def _refuse_unlike(jobs: Sequence[Job]) -> None:
         if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
             raise Problem("runs that train together need the same network, on one device")
         mine, other = method.context, job.method.context
-        if (mine.population, mine.cohort) != (other.population, other.cohort):
-            raise Problem("runs that train together need as many clients, and cohorts of one size")
+        if (mine.population, mine.cohort, mine.public) != (other.population, other.cohort, other.public):
+            raise Problem("runs that train together need as many clients and public samples, and cohorts of one size")
         if theirs.task != model.task:
             raise Problem("runs that train together need the same task, regression with the same shift and scale")
         if not _alike(theirs.class_weights, model.class_weights):

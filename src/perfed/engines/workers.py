@@ -19,16 +19,20 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from perfed.core.context import Context
 from perfed.core.errors import ClientError, Problem
-from perfed.core.messages import Down
+from perfed.core.messages import Cohort, Down
+from perfed.core.method import State
 from perfed.core.tree import rows, stack, tree_map
 from perfed.engines.base import Evaluation, Job, Results, Training, Work
+from perfed.engines.extension import Extending
 from perfed.engines.local import Sequential, reason_of
 from perfed.engines.scores import Table, concatenate
 from perfed.engines.scoring import Piece
@@ -167,7 +171,7 @@ class _Worker:
 class Assignment(NamedTuple):
     """One thing for a worker to do."""
 
-    message: dict[str, Any]  # its "kind" is train, rehearse, evaluate, piece or full_scores
+    message: dict[str, Any]  # its "kind" is train, rehearse, extend, evaluate, refine, piece or full_scores
     tensors: Callable[[], Any]  # what goes with the message, made when a worker is free
 
 
@@ -201,6 +205,8 @@ class Workers(Sequential):
         about: dict[str, Any] = {"kind": "train", **_about_work(work)}
         if isinstance(task, Evaluation):
             about |= {"kind": "evaluate", "splits": list(task.splits), "keep": task.keep, "general": task.general}
+        elif not training:
+            about["kind"] = "extend"
         assignments = []
         for group in groups:
             done = None if work.done is None else [work.done[row] for row in group]
@@ -220,6 +226,17 @@ class Workers(Sequential):
         tensors = lambda: rows((self.states[work.run].initial, work.down.own), 0)
         (outcome,) = self._spread(work.down.shared, [Assignment(message, tensors)], forgiving=True)
         return outcome
+
+    def _use_tables(self) -> None:
+        super()._use_tables()
+        self.close()  # those who work next begin with these samples
+
+    def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
+        parts = None if cohort is None else tuple(getattr(cohort, part.name) for part in fields(cohort))
+        assignment = Assignment(
+            {"kind": "refine", "run": run, "context": vars(context), "key": int(key)}, lambda: (server, parts)
+        )
+        return self._spread((), [assignment])[0]
 
     def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
         messages = [{"kind": "piece", "run": run, "full": full, "piece": list(piece)} for piece in pieces]
@@ -293,12 +310,14 @@ class Workers(Sequential):
         for (message, _), result in zip(assignments, results, strict=True):
             if isinstance(result, Problem) or (not forgiving and isinstance(result, Exception)):
                 self.close()
-                raise self._told(message["run"], result, message.get("ids", []))
+                what = "the server" if message["kind"] == "refine" else "scoring"
+                raise self._told(message["run"], result, message.get("ids", []), what)
         return results
 
     def _result(self, worker: _Worker, answer: dict[str, Any]) -> Any:
         if "error" not in answer:
-            return tree_map(torch.clone, worker.outbox.read(answer))
+            own = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf  # a server keeps plain numbers, too
+            return tree_map(own, worker.outbox.read(answer))
         error = (Problem if answer["problem"] else ClientError)(answer["error"])
         error.add_note(answer["trace"])  # for --debug
         return error
@@ -333,10 +352,16 @@ class Workers(Sequential):
             return self._scorer(run).piece(shared, message["full"], Piece(*message["piece"]))
         if kind == "full_scores":
             return self._scorer(run).full_scores(message["ids"], tensors)
+        if kind == "refine":
+            server, parts = tensors
+            context, cohort = Context(**message["context"]), None if parts is None else Cohort(*parts)
+            return super()._refine(run, context, torch.tensor(message["key"]), server, cohort)
         job, done = self.jobs[run], message["done"]
         method = job.at(**message["place"])
-        task = Training(method, job.wire)
-        if kind == "evaluate":
+        task: Any = Training(method, job.wire)
+        if kind == "extend":
+            task = Extending(method)
+        elif kind == "evaluate":
             task = Evaluation(method, tuple(message["splits"]), message["keep"], message["general"])
         key, ids = torch.tensor(message["key"]), message["ids"]
         work = Work(run, task, key, ids, (), Down(), steps=message["steps"])

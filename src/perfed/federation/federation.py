@@ -27,7 +27,7 @@ from perfed.federation import reduce
 from perfed.federation.admit import Refusal, Standing, Verdict, inspect, only, pick
 from perfed.federation.faults import Answers, Faults
 from perfed.federation.optimizers import Moments, ServerOptimizer
-from perfed.federation.traffic import Traffic
+from perfed.federation.traffic import PUBLIC_DATA, Traffic
 
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
 ON_A_GPU = 256  # where a piece is one computation
@@ -170,6 +170,8 @@ class Federation:
         Args:
             cohort: who is drawn, but for clients without training samples; None: drawn by the run's seed.
         """
+        if self.round == 0 and self.method.refine_before:
+            self.server = self._refined(self.method, self.server, None)
         sizes, method = self.clients.sizes["train"], self.method.at(round=self.round + 1)
         self._phase = phase = method.phase(self.server)
         method, drawn = method.at(phase=phase.name), None if cohort is None else [id for id in cohort if sizes[id]]
@@ -181,6 +183,8 @@ class Federation:
             self.answers = self.answers.limited(wanted.epochs, method.epochs)
         self._turns = self._planned(wanted, phase)
         self._before, self._counts = self.server, not self.diverged
+        if method.sends_public:
+            self._send_public(wanted.ids)
         self.known.ask(self.round + 1, wanted.ids)
         self._moments_before = self.moments
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
@@ -198,6 +202,11 @@ class Federation:
             before = self.known.answered
             turns.insert(0, Turn(FIRST, phase.first, [id for id in self.answers.ids if not before[id]]))
         return [turn for turn in turns if turn.ids]
+
+    def _send_public(self, ids: Sequence[int]) -> None:
+        """Count the public samples, which a client is sent when it is first asked."""
+        sent = sum(not self.known.asked[id] for id in ids) * self.clients.public
+        self.traffic.extra[PUBLIC_DATA] = self.traffic.extra.get(PUBLIC_DATA, 0) + sent
 
     @property
     def open(self) -> bool:
@@ -298,7 +307,11 @@ class Federation:
             if moments is not self.moments:  # the first ones, or of another form: there are no others to go back to
                 self.moments = self._moments_before = moments
             cohort, moments = self.optimizer.step(method, cohort, moments)
-        return method.aggregate(self.server, cohort), moments
+        return self._refined(method, method.aggregate(self.server, cohort), cohort), moments
+
+    def _refined(self, method: Method, server: State, cohort: Cohort | None) -> State:
+        """Return the server's state after the training at the server, where a method has such."""
+        return self.engine.refine(self.run, method.context, server, cohort)
 
     def _reduced(self, uploads: Uploads, used: Tensor | None = None) -> Cohort:
         return reduce.mean(uploads, self.method.groups, self.engine.weighted_sum, used)

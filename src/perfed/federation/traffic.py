@@ -16,6 +16,8 @@ from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.tree import leaves
 
+PUBLIC_DATA = "public_data"  # to each client once, when it first takes part; it may as well have had them
+
 
 @dataclass
 class Traffic:
@@ -29,7 +31,7 @@ class Traffic:
     down_own: int = 0
     up_mean: int = 0
     up_own: int = 0
-    extra: dict[str, int] = field(default_factory=dict)  # between servers; in neither `down` nor `up`
+    extra: dict[str, int] = field(default_factory=dict)  # between servers, and public data; in neither `down` nor `up`
 
     @property
     def down(self) -> int:

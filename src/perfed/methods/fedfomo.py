@@ -33,7 +33,6 @@ class FedFomo(Method):
     base: Literal["trained", "begun"] = hyper("trained", "base: last but one trained model, or where it began")
     warmup: int = hyper(20, "rounds of FedAvg before the others; 0 starts from scratch", at_least=0, at_most=1_000_000)
 
-    evaluates = "own"
     category = "personalised models: interpolation"
     warms_up = "warmup"
     averages = False

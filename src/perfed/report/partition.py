@@ -60,7 +60,16 @@ def summary(clients: Clients) -> list[str]:
         f"{what + 's':<9}" + labels.format(**measures),
         f"         mean share of a client's most frequent {what} {100 * most_frequent:.1f} %",
         "sizes    " + sizes.format(**measures),
+        *_public(clients),
     ][2 * (counts.shape[1] == 1) :]
+
+
+def _public(clients: Clients) -> list[str]:
+    """Say how many public samples there are, where there are some."""
+    public = clients.public
+    return (
+        [] if public is None else [f"public   {len(public.y):,} samples with{'' if public.labelled else 'out'} labels"]
+    )
 
 
 def bar(counts: np.ndarray) -> str:
@@ -121,7 +130,9 @@ def as_dict(clients: Clients) -> dict[str, Any]:
         {"name": name, "labels": {split: counts[id].tolist() for split, counts in tables.items()}}
         for id, name in enumerate(clients.names)
     ]
-    return {"classes": stratum_names(clients), "clients": listed, **_about(clients)}
+    public = clients.public
+    shared = {} if public is None else {"public": {"samples": len(public.y), "labelled": public.labelled}}
+    return {"classes": stratum_names(clients), "clients": listed, **_about(clients), **shared}
 
 
 def counts_csv(clients: Clients) -> str:

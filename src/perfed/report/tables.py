@@ -14,6 +14,7 @@ from perfed.core.words import visible
 from perfed.data.preparation import words
 from perfed.engines.scores import PERSONAL
 from perfed.federation.faults import in_words
+from perfed.federation.traffic import PUBLIC_DATA
 from perfed.training.config import RunConfig
 from perfed.training.folder import preparation_of
 from perfed.training.prepare import BASELINE
@@ -86,13 +87,17 @@ def _scores(accuracy: dict[str, float | None]) -> list[str]:
 def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
-    Why other scores than accuracy stand in it, bytes between servers, clients that failed (one line for all methods
-    that failed alike), uploads that were not used, clients that had nothing to train with, and training that diverged.
+    Why other scores than accuracy stand in it, bytes between servers, public data, clients that failed (one line for
+    all methods that failed alike), uploads that were not used, samples that were made up, clients that had nothing to
+    train with, and training that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
-    extra = [(method["title"], method["bytes"]["extra"]) for method in methods if method["bytes"]["extra"]]
+    extra = [(method["title"], dict(method["bytes"]["extra"])) for method in methods]
+    public = [(title, counts.pop(PUBLIC_DATA, 0)) for title, counts in extra]
     why = [methods[0]["why"]] if methods and methods[0].get("why") else []
-    lines = why + [f"{title} between servers, in neither down nor up: {amounts(counts)}" for title, counts in extra]
+    between = "between servers, in neither down nor up"
+    lines = why + [f"{title} {between}: {amounts(counts)}" for title, counts in extra if counts]
+    lines += [f"{title}: public data once to each client, not in down: {size(sent)}" for title, sent in public if sent]
     failed: dict[str, list[str]] = {}
     for method in methods:
         if method.get("faults"):
@@ -101,8 +106,15 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     changes = [(method["title"], change) for method in methods for change in method.get("changes", [])]
     lines += [f"{title}: settings changed {change}" for title, change in changes]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]
+    lines += [f"{method['title']}: {extended(method['extended'])}" for method in methods if method.get("extended")]
     lines += [without_training(methods[0]["untrained"])] if methods and methods[0].get("untrained") else []
     return lines + [f"{method['title']}: {method['diverged']}" for method in methods if method.get("diverged")]
+
+
+def extended(clients: dict[str, dict[str, int]]) -> str:
+    """Say how many samples were made up, by what is known of each client."""
+    made, left_out, all = (sum(each[what] for each in clients.values()) for what in ("made", "left_out", "train"))
+    return f"{made:,} samples joined those of {len(clients)} clients, {left_out:,} were left out; they train on {all:,}"
 
 
 def without_training(names: list[str]) -> str:

@@ -55,6 +55,7 @@ class Entry:
     vectorised: bool
     mixture: bool
     warms_up: str
+    public: str
 
     @property
     def shipped(self) -> bool:
@@ -145,7 +146,7 @@ class _Class(NamedTuple):
 
 
 # constants of a method's class
-_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True, "mixture": False, "warms_up": ""}
+_DEFAULTS = {"evaluates": "own", "category": "", "vectorised": True, "mixture": False, "warms_up": "", "public": ""}
 
 
 def _read(path: Path) -> Entry:

@@ -9,7 +9,8 @@ Files of a run:
 - <method>/            a folder for each method
   - metrics.jsonl    scores, one line per round and client
   - rounds.jsonl     cohort, bytes, who failed and who was refused, one line per round
-  - times.jsonl      clock times (the only thing here that differs from run to run)
+  - times.jsonl      clock times (the only thing here that differs from run to run), and how much of them the server's
+                     own training took
   - checkpoints/     the last two
   - best/            while it trains: the round whose models will be saved (see run.save_round)
   - clients/<id>/    model.safetensors and card.md (see run.save_models)
@@ -63,10 +64,13 @@ RESULT |= {"refused?": {"count": int, "first": [REFUSED]}, "saved_round?": int, 
 PLAIN = (str, int, float, bool, type(None))
 SETTINGS = {"settings?": {str: PLAIN}, "changes?": [{"round": int, "settings": {str: [PLAIN]}}]}
 RESULT |= SETTINGS | {"faults?": {str: int}}
+EXTENDED = dict.fromkeys(("train", "made", "left_out"), int)
+RESULT |= {"extended?": {str: EXTENDED}}
 MEANS = {PERSONAL: NUMBER, str: NUMBER}
 ROUND = {"round": int, "cohort": [str], "bytes": BYTES, "accuracy?": MEANS, "validation?": MEANS, "refused?": [REFUSED]}
+ROUND |= {"extended?": {str: EXTENDED}}
 CLIENT_SCORES = {"round": int, "client": str}
-TIME = {"round": int, "seconds": (int, float)}
+TIME = {"round": int, "seconds": (int, float), "refine?": (int, float)}
 
 
 def model_file(home: Path, name: str = PERSONAL) -> Path:

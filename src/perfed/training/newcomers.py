@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from perfed.core.clients import SPLITS, Clients
+from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.data import Data
 from perfed.core.errors import Problem, few, nearest
 from perfed.core.messages import Cohort, Down
@@ -39,6 +39,7 @@ from perfed.training.prepare import (
     class_names,
     class_weights,
     create,
+    describe,
     known_labels,
     load_clients,
     make_method,
@@ -152,6 +153,8 @@ def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
     data = _as_the_run_reads(data, run.config.data)
     clients = augmented(load_newcomers(run, data), run.config.run)
     entry = run.entries[name]
+    if entry.public:
+        clients = dataclasses.replace(clients, public=_public(run))
     settings = run.config.settings(entry) | {"fine_tune": fine_tune}
     own = {key: value for key, value in run.config.method.items() if key == BASELINE} | {name: settings}
     names = [BASELINE, *([] if name == BASELINE else [name if entry.shipped else str(entry.file)])]
@@ -165,6 +168,14 @@ def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
         run=dataclasses.replace(run.config.run, **usual),
     )
     return Visit(config, clients, run.network, "cpu", "sequential", clients.notices, run=run, name=name)
+
+
+def _public(run: Run) -> Split | None:
+    """Return the run's public samples, which its method knows by their places."""
+    clients, about = load_clients(run.config.data, run.config.run.seed), run.about.get("public")
+    if clients.public is None or describe(clients)["public"] != about:
+        raise Problem(f"the public samples of '{run.path}' are no longer what they were")
+    return clients.public
 
 
 def _visit(run: MethodRun, before: int, rounds: int) -> None:
@@ -226,6 +237,9 @@ def visited(method: Method, server: Any) -> Method:
             return self.broadcast(server, ids)
 
         def aggregate(self, server: Any, _cohort: Cohort, /) -> Any:
+            return server
+
+        def refine(self, server: Any, _cohort: Cohort | None, _public: Data, /) -> Any:
             return server
 
         def phase(self, _server: Any, /) -> Phase:

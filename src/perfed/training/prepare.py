@@ -21,8 +21,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from perfed import __version__
-from perfed.core.clients import SPLITS, Clients
-from perfed.core.errors import Problem, SettingsProblem
+from perfed.core.clients import SPLITS, Clients, Split
+from perfed.core.errors import Problem, SettingsProblem, few
 from perfed.core.method import Method
 from perfed.core.model import Model
 from perfed.core.rates import Rates
@@ -44,6 +44,7 @@ from perfed.training.folder import RunFolder, task_of_run
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
+PUBLIC_SHARE = 0.1  # of the samples that could be trained on, where a method needs public ones and nobody says how many
 LARGE = 1e4  # inputs above it are in units that no network begins with
 AT_ONCE = 1 << 14  # samples that are looked at together
 MAJORITY = 0.8  # share of the test samples in one class above which accuracy says little
@@ -184,6 +185,7 @@ def prepare(config: Config) -> Experiment:
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
     device = pick_device(config.run.device)
+    config, told = _with_public(config)
     clients = augmented(load_clients(config.data, config.run.seed), config.run)
     _refuse_without_scores(config.run, clients)
     model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape, clients.task.kind))
@@ -191,7 +193,7 @@ def prepare(config: Config) -> Experiment:
     data = dataclasses.replace(data, normalise=resolve(data, clients.shape), task=clients.task.kind)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
-    network, notices = build(model, clients, config.run.precision), clients.notices
+    network, notices = build(model, clients, config.run.precision), (*told, *clients.notices)
     why = unbatchable(network, clients, getattr(torch, config.run.precision)) if engine == "vectorised" else ""
     if why and config.run.engine == engine:
         raise Problem(f"the network cannot be run for many clients at once: {why}; use --engine sequential")
@@ -207,6 +209,16 @@ def prepare(config: Config) -> Experiment:
     _refuse_without_changes(config.run, methods)
     alike = [name for name, method in methods.items() if _starts_alike(method)]
     return dataclasses.replace(experiment, notices=(*notices, *map(_about_starts, alike)))
+
+
+def _with_public(config: Config) -> tuple[Config, tuple[str, ...]]:
+    """Return the configuration with public samples where one of its methods needs them, and what is to be said."""
+    needy, data = [entry.name for entry in config.entries() if entry.public], config.data
+    if not needy or data.public or data.public_data:
+        return config, ()
+    data = dataclasses.replace(data, public=PUBLIC_SHARE)
+    notice = f"{few(needy)} needs public samples, so data.public is {PUBLIC_SHARE:g}, for all methods of this run"
+    return dataclasses.replace(config, data=data), (notice,)
 
 
 def _starts_alike(method: Method) -> bool:
@@ -324,10 +336,6 @@ def reopen(
 
 def describe(clients: Clients) -> dict[str, Any]:
     """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
-    digest = hashlib.sha256()
-    for name in SPLITS:
-        for tensor in (clients.split(name).x, clients.split(name).y):
-            digest.update(tensor.cpu().contiguous().flatten().numpy().data)
     listed = []
     names, counts = stratum_names(clients), stratum_counts(clients, *SPLITS)
     for id, name in enumerate(clients.names):
@@ -349,9 +357,23 @@ def describe(clients: Clients) -> dict[str, Any]:
         "preparation": clients.preparation,
         "training_labels": training_labels(clients),
         "majority": _majority(clients),
-        "digest": digest.hexdigest(),
+        "digest": _digest(*map(clients.split, SPLITS)),
+        **({} if clients.public is None else {"public": _about_public(clients.public)}),
         "clients": listed,
     }
+
+
+def _about_public(public: Split) -> dict[str, Any]:
+    return {"samples": len(public.y), "labelled": public.labelled, "digest": _digest(public)}
+
+
+def _digest(*splits: Split) -> str:
+    """Return the SHA-256 of samples and labels."""
+    digest = hashlib.sha256()
+    for split in splits:
+        for tensor in (split.x, split.y):
+            digest.update(tensor.cpu().contiguous().flatten().numpy().data)
+    return digest.hexdigest()
 
 
 def about_inputs(clients: Clients) -> str:

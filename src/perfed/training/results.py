@@ -425,6 +425,7 @@ class Run:
             "untrained": [client["name"] for client in self.about["clients"] if not client["train"]],
             "faults": result.get("faults"),
             "refused": result.get("refused"),
+            "extended": result.get("extended"),
             "diverged": result.get("diverged", ""),
             "changes": self._changes(name),
             "models": str(self.folder.method(name).clients),

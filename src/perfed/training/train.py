@@ -90,7 +90,8 @@ def train(
 def _form(clients: Clients) -> tuple[object, ...]:
     """Return what samples of runs in one batch share; where each seed has its own split, tables may not."""
     scale = (None if values is None else tuple(values.flatten().tolist()) for values in (clients.mean, clients.std))
-    return (clients.shape, *scale)
+    public = None if clients.public is None else len(clients.public.y)
+    return (clients.shape, public, *scale)
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder], console: Console) -> None:
@@ -303,6 +304,9 @@ class MethodRun:
         log = self.folder.rounds()
         if federation.faults != Faults():
             result["faults"] = tally(log)
+        if known := federation.engine.extended[federation.run].known:
+            names = federation.clients.names
+            result["extended"] = {names[id]: each.counts for id, each in sorted(known.items())}
         if refused := [refusal for line in log for refusal in line.get("refused", [])]:
             result["refused"] = {"count": len(refused), "first": refused[:SHOWN]}
         if diverged:

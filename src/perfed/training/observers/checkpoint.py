@@ -28,7 +28,14 @@ from perfed.training.observers.log import MetricsLog
 KEPT = 2
 ROWS = ".rows"
 FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs": {str: int}}
-FORM |= SETTINGS | {"strikes?": int, "moments?": {str: list}, "digests?": {str: str}, "known?": {str: Tensor}}
+FORM |= SETTINGS | {
+    "strikes?": int,
+    "extended?": int,
+    "moments?": {str: list},
+    "digests?": {str: str},
+    "known?": {str: Tensor},
+}
+EXTENSION = dict.fromkeys(("clients", "rounds", "made", "kept", "x", "y"), Tensor) | {"room": int}
 
 
 class Checkpoints:
@@ -67,11 +74,20 @@ class Checkpoints:
             "strikes": federation.strikes,
             "known": federation.known.save(),
             "moments": federation.moments,
+            "extended": self._write_extension(federation),
             "logs": self.log.sizes(),
             "digests": {path.name: digest for path, digest in self.log.digests().items()},
         }
         self.files.save_tree(path, state | self.about)
         self._prune()
+
+    def _write_extension(self, federation: Federation) -> int:
+        """Write what joined clients' training sets, where it is not written yet; return the round it is of, or 0."""
+        engine, run = federation.engine, federation.run
+        last = engine.extended[run].last
+        if last and not self.files.exists(path := _extension(self.folder, last)):
+            self.files.save_tree(path, engine.save_extension(run))
+        return last
 
     def _prune(self) -> None:
         _keep(self.files, self.folder, _rounds(self.files, self.folder)[-KEPT:])
@@ -107,6 +123,10 @@ def _path(folder: Path, round: int) -> Path:
     return folder / f"round_{round:08d}.safetensors"
 
 
+def _extension(folder: Path, round: int) -> Path:
+    return folder / f"extended_{round:08d}.safetensors"
+
+
 def _rounds(files: Folder, folder: Path) -> list[int]:
     """Return the rounds of which there is a checkpoint; files that are called otherwise are none."""
     known = [re.fullmatch(r"round_([0-9]{8,15})\.safetensors", name) for name in files.names(folder)]
@@ -114,9 +134,15 @@ def _rounds(files: Folder, folder: Path) -> list[int]:
 
 
 def _keep(files: Folder, folder: Path, rounds: Iterable[int]) -> None:
+    rounds = list(rounds)
     kept = {_path(folder, round).stem for round in rounds}
+    known = [re.fullmatch(r"extended_([0-9]{8,15})\.safetensors", name) for name in files.names(folder)]
+    written = [int(match[1]) for match in known if match]
+    # That of the last round in which some client's training set grew: nobody else's.
+    kept |= {_extension(folder, max(there)).stem for r in rounds if (there := [w for w in written if w <= r])}
     for name in files.names(folder):
-        if re.fullmatch(r"\.?round_[0-9]{8,15}\.(safetensors|rows)(\.tmp)?", name) and Path(name).stem not in kept:
+        ours = re.fullmatch(r"\.?(round|extended)_[0-9]{8,15}\.(safetensors|rows)(\.tmp)?", name)
+        if ours and Path(name).stem not in kept:
             files.remove(folder / name)
 
 
@@ -205,6 +231,11 @@ def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Fe
         federation.known.restore(state.get("known", {}))
     except Problem as problem:
         raise Problem(f"'{path}' does not fit: {problem}") from None
+    last = state.get("extended", 0)
+    about = folder.files.load_tree(_extension(path.parent, last)) if last else None
+    if about is not None:
+        refuse_form(about, EXTENSION, f"'{_extension(path.parent, last)}'")
+    federation.engine.restore_extension(federation.run, about)
 
 
 def restore(

@@ -44,6 +44,9 @@ class MetricsLog:
         names, round = federation.clients.names, federation.round
         about: dict[str, Any] = {"round": round, "cohort": [names[id] for id in event.cohort]}
         about |= _failures(federation)
+        extended = federation.engine.extended[federation.run].known.items()
+        if grown := {names[id]: each.counts for id, each in extended if each.round == round}:
+            about["extended"] = grown
         about |= {"bytes": dataclasses.asdict(federation.traffic), **federation.method.notes(federation.server)}
         if event.scores is not None:
             by_client = enumerate(event.scores.by_client())
@@ -58,7 +61,11 @@ class MetricsLog:
         if event.stopped:
             about["stopped"] = event.stopped
         self._append(self.folder.rounds_log, [about])
-        self._append(self.folder.times_log, [{"round": round, "seconds": event.seconds}])
+        at_server, refining = {}, federation.engine.refining
+        if federation.method.refines:
+            at_server = {"refine": refining[federation.run]}
+            refining[federation.run] = 0.0
+        self._append(self.folder.times_log, [{"round": round, "seconds": event.seconds, **at_server}])
 
     def _append(self, path: Path, lines: list[dict[str, Any]]) -> None:
         content = self.folder.append_lines(path, lines)

@@ -1,0 +1,131 @@
+"""Public samples: how many, whose, and that they are nobody's test samples."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from perfed.core.clients import SPLITS
+from perfed.core.errors import Problem
+from perfed.data import load
+from perfed.data.config import DataConfig
+from perfed.data.pool import TEST, Pool
+from perfed.data.public import held_out
+
+
+def pool(count=100, **more):
+    y = np.arange(count) % 4
+    return Pool(np.arange(count, dtype=np.float32)[:, None], y, 4, **more)
+
+
+def chosen(samples, seed=0, **settings):
+    return held_out(samples, DataConfig(normalise="none", **settings), seed)
+
+
+def rows_of(split):
+    return {row.numpy().tobytes() for row in split.x}
+
+
+def test_a_share_or_a_number_of_samples_with_the_same_part_of_every_class():
+    for public in (0.2, 20):
+        rows = chosen(pool(), public=public)
+        assert np.bincount(pool().y[rows]).tolist() == [5] * 4
+        assert (np.diff(rows) > 0).all()
+    assert chosen(pool(), public=0).tolist() == []
+    assert (chosen(pool(), public=0.2) == chosen(pool(), public=0.2)).all()
+    assert (chosen(pool(), public=0.2) != chosen(pool(), seed=1, public=0.2)).any()
+
+
+def test_what_a_source_tests_on_stays_so():
+    part = np.where(np.arange(100) < 60, -1, TEST)
+    assert chosen(pool(part=part), public=0.5).max() < 60
+    assert len(chosen(pool(part=part), public=0.5)) == 30
+
+
+def test_rows_of_one_unit_stay_together():
+    unit = np.arange(100) // 5
+    rows = chosen(pool(unit=unit), public=0.3)
+    assert len(rows) == 30
+    assert np.bincount(unit[rows])[np.bincount(unit[rows]) > 0].tolist() == [5] * 6
+
+
+def test_every_owner_gives_its_share_and_nobody_all():
+    owner = np.repeat([0, 1, 2, 3], [60, 38, 1, 1])
+    rows = chosen(pool(owner=owner), public=0.5, partition="natural")
+    assert np.bincount(owner[rows], minlength=4)[:2].tolist() == [30, 19]
+    rows = chosen(pool(owner=owner), public=99, partition="natural")
+    assert set(owner) == set(np.delete(owner, rows))
+
+
+def test_public_samples_are_no_clients():
+    for settings in ({}, {"partition": "iid", "clients": 5}, {"partition": "classes"}):
+        alone, with_public = load(DataConfig(**settings), 0), load(DataConfig(public=0.1, **settings), 0)
+        assert with_public.public is not None
+        count = with_public.public.size[0]
+        assert count == len(with_public.public.y) == 180
+        everybody = [rows_of(with_public.split(name)) for name in SPLITS]
+        assert not rows_of(with_public.public) & set.union(*everybody)
+        total = lambda clients: sum(len(clients.split(name).y) for name in SPLITS)
+        if settings != {"partition": "classes"}:
+            assert total(alone) == total(with_public) + count
+        assert any("180 samples are public" in notice for notice in with_public.notices)
+        assert alone.public is None
+
+
+def test_a_table_is_prepared_as_the_clients_are(tmp_path):
+    draw = np.random.default_rng(0)
+    for name in ("a", "b"):
+        lines = [f"{draw.normal(5, 2)},{draw.choice(['x', 'y', 'z'])},{draw.integers(2)}" for _ in range(40)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["size,kind,label", *lines]))
+    other = tmp_path / "more"
+    other.mkdir()
+    (other / "c.csv").write_text((tmp_path / "a.csv").read_text())
+    config = DataConfig(name="folder", dir=str(tmp_path))
+    clients = load(dataclasses.replace(config, public=20), 0)
+    assert clients.public is not None
+    assert clients.public.x.shape == (20, *clients.shape)
+    assert clients.public.x[:, 0].abs().max() < 4  # standardised
+    assert (clients.public.x[:, 1:].sum(1) == 1).all()  # one-hot
+    with pytest.raises(Problem, match="'local' gives every client a scale of its own"):
+        load(dataclasses.replace(config, public=20, normalise="local"), 0)
+    elsewhere = load(dataclasses.replace(config, public_data=str(other)), 0)
+    assert elsewhere.public is not None
+    assert elsewhere.public.labelled
+    assert len(elsewhere.public.y) == 40
+    trained = rows_of(elsewhere.train)
+    assert len(trained & rows_of(elsewhere.public)) > 20  # the same rows, prepared alike
+
+
+def test_another_data_set(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (30, 1, 8, 8)).astype(np.uint8)
+    (tmp_path / "other").mkdir()
+    np.savez(tmp_path / "other" / "one.npz", x=x, y=np.arange(30) % 3)
+    digits = load(DataConfig(clients=4), 0)
+    uint8 = digits.train.x.dtype == torch.uint8
+    config = DataConfig(clients=4, public=0.5, public_data=str(tmp_path / "other"))
+    if not uint8:
+        with pytest.raises(Problem, match="are images of bytes"):
+            load(config, 0)
+    np.savez(tmp_path / "other" / "one.npz", x=np.float32(x), y=np.arange(30) % 3)
+    clients = load(config, 0)
+    assert clients.public is not None
+    assert len(clients.public.y) == 15
+    assert not clients.public.labelled  # three classes are not those ten
+    assert (clients.public.y == -1).all()
+    assert torch.equal(clients.train.x, digits.train.x)
+    assert "so they have none" in clients.notices[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"public": 1.5}, "a share below 1 or a whole number"),
+        ({"public": 1e9}, "there are only"),
+        ({"public_data": "digit"}, "did you mean 'digits'"),
+        ({"public_data": "har"}, None),
+    ],
+)
+def test_what_cannot_be(settings, words):
+    with pytest.raises(Problem, match=words):
+        load(DataConfig(**settings), 0)
