@@ -271,3 +271,9 @@ def test_public_samples_join(engine, tmp_path):
     agrees(shared, engine, tmp_path)
     if engine == "vectorised":
         assert checks.difference(run(shared, rounds=1).server, run(lambda: FedAvg(toy_model(), **SETTINGS), rounds=1).server) > 0  # fmt: skip  # noqa: E501
+
+
+def test_crops_of_samples_that_clients_make_are_refused():
+    clients = dataclasses.replace(toy.toy_clients(), augment="flip")
+    with pytest.raises(Problem, match=r"clients of Rebalanced make samples of their own, .* run.augment"):
+        Sequential(Job(REBALANCED(), clients))

@@ -87,7 +87,7 @@ def test_batches_of_training_change_and_means_do_not():
         each.mean(method.score, {"personal": theta}, split) for each in data.values() for split in ("train", "test")
     ]
     assert checks.difference(means[:2], means[2:]) == 0
-    plan = data["plain"]._plan(None, None, 1, 0)
+    plan = data["plain"]._plan(None, None, 1, 0, None)
     before, after = (list(each._batches(plan, 0)) for each in data.values())
     assert [len(batch.y) for batch in after] == [5, 5, 2, 5, 5, 2]
     for first, second in zip(before, after, strict=True):

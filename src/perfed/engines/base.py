@@ -302,6 +302,13 @@ def _refuse_other_task(job: Job) -> None:
         )
 
 
+def _refuse_moved_and_made(job: Job) -> None:
+    """Refuse crops of images that clients make: those lie there normalised, where the border of a crop is not black."""
+    if job.method.extends and job.clients.augment != "none":
+        name = type(job.method).__name__
+        raise Problem(f"clients of {name} make samples of their own, which run.augment does not know how to move: none")
+
+
 def kind_of(value: Any) -> str:
     """Return the name of a value's type for a sentence."""
     return "None" if value is None else type(value).__name__
@@ -363,6 +370,7 @@ class Engine(ABC):
     def _prepared(self, job: Job) -> Job:
         """Return the job with a model that makes use of the machine."""
         _refuse_other_task(job)
+        _refuse_moved_and_made(job)
         model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
         clients = visible(job.method, job.clients)
         run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))

@@ -22,18 +22,22 @@ class ModelScores:
 
     splits: dict[str, dict[str, Tensor]]  # split -> metric -> [m]; NaN where a client has no samples in the split
 
-    def mean(self, split: str, metric: str = "accuracy") -> float | None:
+    def mean(self, split: str, metric: str = "") -> float | None:
         """Return the unweighted mean over the clients that have samples in a split.
 
         Args:
             split: train, val or test.
-            metric: loss or accuracy; balanced_accuracy, macro_f1, auc or macro_auc where they were asked for.
+            metric: loss, or a score of the task; by default the first one. Those that need all outputs of a client are
+                there where they were asked for, such as balanced_accuracy.
 
         Returns:
             The mean; None if the split was not evaluated or no client has samples in it.
         """
         metrics = self.splits.get(split)
-        return None if metrics is None else plain(metrics[metric].nanmean().item())
+        if metrics is None:
+            return None
+        scores = metrics[metric or next(name for name in metrics if name != "loss")]
+        return plain(scores.nanmean().item())
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ class Scores:
         """Return the scores in the host's memory."""
         return Scores.of(tree_map(torch.Tensor.cpu, self.tables))
 
-    def means(self, split: str = "test", metric: str = "accuracy") -> dict[str, float | None]:
+    def means(self, split: str = "test", metric: str = "") -> dict[str, float | None]:
         """Return each model's unweighted mean over the clients that have samples in a split.
 
         Args:
             split: train, val or test.
-            metric: loss or accuracy; balanced_accuracy, macro_f1, auc or macro_auc where they were asked for.
+            metric: loss, or a score of the task; by default the first one.
 
         Returns:
             A mean for each model; None where there is none.
