@@ -443,7 +443,7 @@ def test_a_resumed_run_goes_on_in_its_time(simulated, tmp_path, monkeypatch):
     monkeypatch.undo()
     api.resume(folder, api.Console(quiet=True))
     for name in ("rounds.jsonl", "metrics.jsonl", "result.json", "server.safetensors"):
-        assert (folder / "ditto" / name).read_bytes() == (simulated.path / "ditto" / name).read_bytes(), name
+        assert (folder / "fedavg" / name).read_bytes() == (simulated.path / "fedavg" / name).read_bytes(), name
 
 
 def test_time_to_a_target(simulated):

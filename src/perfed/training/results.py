@@ -378,7 +378,7 @@ class Run:
 
     def clock(self, method: str) -> list[float]:
         """Return the simulated clock after each round that was evaluated; nothing where no time was simulated."""
-        lines = [line for line in self.folder.method(method).rounds() if "accuracy" in line]
+        lines = [line for line in self.folder.method(method).rounds() if self.metric in line]
         return [line["clock"] for line in lines if "clock" in line]
 
     def seconds(self, method: str) -> float:
