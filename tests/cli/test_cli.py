@@ -18,10 +18,9 @@ import perfed
 from perfed import data, engines, models, wire
 from perfed.data.catalog import datasets, partitions
 from perfed.data.config import DataConfig
-from perfed.models.config import ModelConfig
 from perfed.report.terminal import Terminal
 from perfed.training import catalog
-from perfed.training.config import Config, RunConfig, flags, from_dict, read_toml, to_toml
+from perfed.training.config import SECTIONS, Config, RunConfig, flags, from_dict, read_toml, to_toml
 from perfed.training.observers.progress import ProgressLine
 
 with warnings.catch_warnings():
@@ -101,8 +100,7 @@ def test_help_names_every_setting(call, monkeypatch, verb):
     monkeypatch.setenv("COLUMNS", "200")
     out = call(verb, "--help")[1]
     words = set(re.findall(r"--[a-z0-9_-]+", out))
-    for kind in (DataConfig, ModelConfig, RunConfig):
-        section = {DataConfig: "data", ModelConfig: "model", RunConfig: "run"}[kind]
+    for section, kind in SECTIONS.items():
         for field in dataclasses.fields(kind):
             name = {"name": section, "dir": "data_dir"}.get(field.name, field.name)
             assert f"--{name.replace('_', '-')}" in words, name
@@ -129,7 +127,8 @@ def test_a_group_of_a_help_fits_a_page(call, monkeypatch, verb):
     groups = re.split(r"^\w[\w ]*:$", out, flags=re.MULTILINE)
     assert max(group.strip("\n").count("\n") for group in groups) <= 50
     if verb in ("run", "compare", "tune"):
-        titles = ["Arguments", "Options", "Data", "Partition", "Network", "Run", "Optimisation", "Engine", "Training"]
+        titles = ["Arguments", "Options", "Data", "Partition", "Network", "Run", "System", "Optimisation", "Engine"]
+        titles += ["Training"]
         assert [line[:-1] for line in re.findall(r"^\w[\w ]*:$", out, re.MULTILINE)] == titles
 
 
@@ -472,7 +471,7 @@ def test_the_resolved_file_is_the_configuration(finished):
     config = from_dict(raw)
     assert to_toml(config) == text
     assert config == perfed.load(finished).config
-    for section, kind in (("data", DataConfig), ("model", ModelConfig), ("run", RunConfig)):
+    for section, kind in SECTIONS.items():
         known = {field.name for field in dataclasses.fields(kind)}
         absent = {name for name in known - set(raw[section]) if getattr(getattr(config, section), name) is not None}
         assert not absent

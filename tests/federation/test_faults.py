@@ -305,7 +305,7 @@ def test_a_resumed_run_fails_alike(failing, tmp_path, monkeypatch):
     monkeypatch.undo()
     api.resume(folder, perfed.api.Console(quiet=True))
     for name in ("rounds.jsonl", "metrics.jsonl", "result.json", "server.safetensors"):
-        assert (folder / "pgfed" / name).read_bytes() == (failing.path / "pgfed" / name).read_bytes(), name
+        assert (folder / "fedavg" / name).read_bytes() == (failing.path / "fedavg" / name).read_bytes(), name
 
 
 def test_a_comparison_of_failing_runs(tmp_path, capsys):

@@ -31,13 +31,20 @@ Methods = Annotated[
 ]
 
 
-PANELS = {"data": "Data", "model": "Network", "run": "Run", "train": "Training"}  # groups of settings, in a help
+PANELS = {
+    "data": "Data",
+    "model": "Network",
+    "run": "Run",
+    "system": "System",
+    "train": "Training",
+}  # groups of settings, in a help
 # Parts of sections that would not fit a page.
 PARTS = {
     "Partition": "partition clients alpha cap classes_per_client share_low share_high power_law log_sigma min_samples "
     "partition_seed bins split test val stratify rotate noise relabel relabel_by relabel_groups team_order",
     "Optimisation": "augment class_weights lr_schedule lr_step lr_decay lr_end server_optimizer server_rate "
     "server_momentum server_beta2 server_tau",
+    "System": "dropout stragglers straggler_work",
     "Engine": "engine workers block compile fast tf32 device precision state_memory",
 }
 PANEL_OF = {name: panel for panel, names in PARTS.items() for name in names.split()}

@@ -223,7 +223,7 @@ def check_filling(entry: Entry) -> None:
     """Check that rows of weight 0 count nowhere: batches of a block of clients are filled up with them."""
 
     class Filling(Sequential):
-        def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:
+        def _samples(self, work: Work, id: int, key: Tensor, done: float | None) -> ClientData:
             job = self.jobs[work.run]
             return Filled(job.clients, id, key, job.method, done, work.steps)
 

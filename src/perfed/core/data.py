@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from perfed.core.random import derive, mix
 from perfed.core.tree import leaves, tree_map
 
 CHUNK = 512  # samples per piece of an exact mean
+BELOW = 1 - 1e-12  # what a share of steps is multiplied with before it is rounded up
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Plan:
     """Say how a fold walks through the data: which batches, how many steps."""
 
     batch_size: int
-    epochs: int | None
+    epochs: float | None  # a part of one for a client that ends within it
     steps: int | None  # in place of epochs
     draws: int = 1  # batches handed to each step
     stream: int = 0  # equal streams have equal batches
@@ -41,12 +43,23 @@ class Plan:
 
     def total(self, size: int) -> int:
         """Return the steps that a client with `size` samples takes."""
-        return self.batches(size) * (self.epochs or 0) if self.steps is None else self.steps if size else 0
+        if self.steps is not None:
+            return self.steps if size else 0
+        return up(self.batches(size) * (self.epochs or 0))
 
-    def shortened(self, done: int, of: int) -> Plan:
-        """Return the plan of a client that ends after `done` of `of` epochs; other lengths shrink in proportion."""
-        cut = lambda whole: None if whole is None else part(whole, done, of)
-        return self if done == of else replace(self, epochs=cut(self.epochs), steps=cut(self.steps))
+    def shortened(self, done: float, of: int) -> Plan:
+        """Return the plan of a client that ends after `done` of `of` epochs; other lengths shrink in proportion.
+
+        After whole epochs, whole epochs stay of every other length, rounded up; where a client ends within an epoch
+        (after 1.5 of 5), that share of all steps, rounded up.
+        """
+        if done == of:
+            return self
+        if done == int(done):
+            cut = lambda whole: None if whole is None else part(whole, int(done), of)
+            return replace(self, epochs=cut(self.epochs), steps=cut(self.steps))
+        epochs = None if self.epochs is None else self.epochs * done / of
+        return replace(self, epochs=epochs, steps=None if self.steps is None else up(self.steps * done / of))
 
     def samples(self, size: int, total: int) -> int:
         """Return how many samples `total` steps of a client with `size` samples look at."""
@@ -63,6 +76,11 @@ def part(whole: Any, done: Any, of: int) -> Any:
     return -(-whole * done // of)
 
 
+def up(steps: float) -> int:
+    """Round a number of steps up, but for what rounding has put on top of a whole one."""
+    return steps if isinstance(steps, int) else math.ceil(steps * BELOW)
+
+
 def order_key(key: Tensor, epoch: Tensor | int) -> Tensor:
     """Derive the key that an epoch's order is drawn from."""
     return derive(key, 0, epoch)
@@ -73,17 +91,26 @@ def step_key(key: Tensor, step: Tensor | int) -> Tensor:
     return derive(key, 1, step)
 
 
+@dataclass
+class Meter:
+    """Count the samples that a client's steps look at: its own, and public ones."""
+
+    samples: Tensor
+
+
 class Data(ABC):
     """Give a method one client's samples.
 
     Attributes:
         size: number of training samples, as a tensor: under vmap every client has its own.
         batch_size, epochs: those of the method.
-        done: epochs that a straggler finishes, a number or a tensor; None: all of them.
+        done: epochs that a client finishes, or parts of one, as a number or a tensor; None: all of them.
         usual: steps of a loop that says neither epochs nor steps; None: those of `epochs` epochs.
+        meter: counts the samples that steps look at, where somebody asks.
     """
 
     size: Tensor
+    meter: Meter | None = None
 
     def __init__(self, batch_size: int, epochs: int, done: Any = None, usual: int | None = None):
         self.batch_size, self.epochs, self.done, self.usual = batch_size, epochs, done, usual
@@ -118,7 +145,10 @@ class Data(ABC):
         step = without_context(step)
         if not all(isinstance(leaf, Tensor) for leaf in leaves((carry, given))):
             raise TypeError("carry and given hold tensors only; constants are fields of the method")
-        return self._fold(step, carry, given, self._plan(epochs, steps, draws, stream, batch_size))
+        plan = self._plan(epochs, steps, draws, stream, batch_size)
+        if self.meter is not None:
+            self.meter.samples = self.meter.samples + draws * self._samples(plan)
+        return self._fold(step, carry, given, plan)
 
     def mean(self, fn: Callable[..., Any], given: Any = (), split: str = "train", *, chunk: int | None = None) -> Any:
         """Return an exact mean over all samples of a split.
@@ -165,11 +195,26 @@ class Data(ABC):
 
     def steps(self, *, epochs: int | None = None, steps: int | None = None, batch_size: int | None = None) -> Tensor:
         """Return how many steps a fold of so many `epochs` or `steps`, and this `batch_size`, takes, as a tensor."""
-        plan = self._plan(epochs, steps, 1, 0, batch_size)
-        cut = lambda whole: whole if self.done is None else part(whole, self.done, self.epochs)
+        return self._total(self._plan(epochs, steps, 1, 0, batch_size))
+
+    def _total(self, plan: Plan) -> Tensor:
+        """Return the steps that this client takes of a plan, as `Plan.shortened` and `Plan.total` say it."""
+        length, each = plan.epochs or 0, -(-self.size // plan.batch_size)
         if plan.steps is not None:
-            return torch.where(self.size > 0, cut(plan.steps), 0)
-        return -(-self.size // plan.batch_size) * cut(plan.epochs or 0)
+            length, each = plan.steps, torch.where(self.size > 0, 1, 0)
+        if self.done is None:
+            return each * length
+        done = torch.as_tensor(self.done, dtype=torch.float64) if isinstance(self.done, float) else self.done
+        if not isinstance(done, Tensor) or not done.is_floating_point():
+            return each * part(length, done, self.epochs)
+        whole = each * part(length, done.long(), self.epochs)
+        share = (each * (length * done / self.epochs) * BELOW).ceil().long()
+        return torch.where((done == done.floor()).to(share.device), whole, share)
+
+    def _samples(self, plan: Plan) -> Tensor:
+        """Return how many samples the steps of a plan look at, as `Plan.samples` says it."""
+        total, each = self._total(plan), (-(-self.size // plan.batch_size)).clamp_min(1)
+        return total // each * self.size + torch.minimum(total % each * plan.batch_size, self.size)
 
     def _plan(self, epochs: int | None, steps: int | None, draws: int, stream: int, batch_size: int | None) -> Plan:
         if epochs is None and steps is None:

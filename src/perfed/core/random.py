@@ -19,7 +19,7 @@ from perfed.core.tree import outside_transformations
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
 
 # Purposes: the first part of a key, so that two uses never share a stream.
-COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE, PUBLIC, REFINE, EXTEND = range(1, 11)
+COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE, PUBLIC, REFINE, EXTEND, SYSTEM = range(1, 12)
 
 
 def mix(z: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor
 from perfed.accel.fast_model import FastModel
 from perfed.core.clients import SPLITS, Clients
 from perfed.core.context import Context
-from perfed.core.data import Data
+from perfed.core.data import Data, Meter
 from perfed.core.errors import ClientError, Problem
 from perfed.core.messages import Cohort, Down, Up, Uploads, covers, cut
 from perfed.core.method import Method, State
@@ -112,9 +112,10 @@ class Request(NamedTuple):
     exchange: int  # from 0; most methods have one in a round
     ids: Sequence[int]  # ascending
     down: Down  # what they receive; `own` has a row for each
-    done: Sequence[int] | None = None  # epochs that each of them finishes, where there are stragglers
+    done: Sequence[float] | None = None  # epochs that each of them finishes, where some do not finish all
     phase: str = ""  # the name of the round's phase
     steps: int | None = None  # what a loop has that says neither epochs nor steps; None: the method's epochs
+    counted: bool = False  # the reply says how many samples each client's steps have looked at
 
 
 class Failure(NamedTuple):
@@ -139,6 +140,7 @@ class Reply:
 
     It takes the rows that are used as a list; or as a mask on the device, which is not looked at; None means all.
     """
+    looked: Tensor | None = None  # [m], samples that each client's steps looked at, where they are counted
 
 
 class EvaluationRequest(NamedTuple):
@@ -169,8 +171,11 @@ class Training(NamedTuple):
 
     method: Method
     wire: Transform
+    counted: bool = False  # samples that steps look at
 
     def __call__(self, state: State, down: Down, data: Data, key: Tensor) -> dict[str, Any]:
+        if self.counted:
+            data.meter = Meter(torch.zeros_like(data.size))
         state, up = self._trained(self.method.client_part(state, _received(down), data))
         up = replace(up, mean=cut(up.mean, up.mask)) if up.mask is not None else up
         if type(self.wire) is not Identity:  # whoever derives from it may do more
@@ -185,7 +190,7 @@ class Training(NamedTuple):
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
         if up.loss is not None:
             out["loss"] = torch.as_tensor(up.loss, dtype=torch.float64, device=data.size.device)
-        more = {"group": up.group, "mask": up.mask}
+        more = {"group": up.group, "mask": up.mask, "looked": data.meter and data.meter.samples}
         return out | {name: part for name, part in more.items() if part is not None}
 
     def _trained(self, result: Any) -> tuple[State, Up]:
@@ -274,7 +279,7 @@ class Work:
     ids: Sequence[int]
     states: State  # a row for each
     down: Down
-    done: Sequence[int] | None = None
+    done: Sequence[float] | None = None
     steps: int | None = None
 
     @property
@@ -421,10 +426,10 @@ class Engine(ABC):
         return [self._reply(work, results) for work, results in zip(works, self._each(works), strict=True)]
 
     def _training(self, request: Request) -> Work:
-        run, round, exchange, ids, down, done, phase, steps = request
+        run, round, exchange, ids, down, done, phase, steps, counted = request
         method = self.jobs[run].at(round=round, exchange=exchange, phase=phase)
         down = _packed(method, down, len(ids))
-        task, key = Training(method, self.jobs[run].wire), self._key(run, TRAIN, round, exchange)
+        task, key = Training(method, self.jobs[run].wire, counted), self._key(run, TRAIN, round, exchange)
         return Work(run, task, key, ids, self.states[run].take(ids), down, done, steps)
 
     def _reply(self, work: Work, results: Results) -> Reply:
@@ -447,7 +452,7 @@ class Engine(ABC):
         spoiled, tensors = first_not_finite(new, len(ids), places.device, "state")
         more = (out.get(name) for name in ("group", "loss", "mask"))
         uploads = Uploads(places, out["mean"], out["own"], out["weight"], *more)
-        return Reply(ids, uploads, spoiled, tensors, list(results.failures), settle)
+        return Reply(ids, uploads, spoiled, tensors, list(results.failures), settle, out.get("looked"))
 
     def _declare(self, work: Work, sent: Form) -> Form:
         """Return the form that a method declares for an exchange: that of its first one, if it is not known yet."""

@@ -8,7 +8,7 @@ carries sample weights. A `Runner` runs a step plainly, compiled, or from a reco
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class Block:
     runner: Runner
     dtype: torch.dtype
     epochs: int
-    done: list[int] | None  # epochs that each client finishes, where there are stragglers
+    done: Sequence[float] | None  # epochs that each client finishes, where some do not finish all
     public: Block | None = None  # for each of them the public samples, where a method sends them
 
     def plans(self, plan: Plan) -> list[Plan]:
@@ -134,7 +134,9 @@ class BlockData(Data):
             return super().public
         sizes = {"train": self.sizes["public"]}
         about = (sizes, self.batch_size, self.epochs, self.done, self.usual)
-        return BlockData(self.block.public, derive(self.key, PUBLIC), *about)
+        public = BlockData(self.block.public, derive(self.key, PUBLIC), *about)
+        public.meter = self.meter
+        return public
 
     def _fold(self, step: Callable[..., Any], carry: Any, given: Any, plan: Plan) -> Any:
         inside, form = flatten((carry, (given, held_by(check_step(step)[1]))))

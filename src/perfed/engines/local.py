@@ -44,7 +44,7 @@ class Sequential(Engine):
             outcomes.append(self._attempt(work, id, state, Down(work.down.shared, own), done))
         return self._gathered(work, outcomes)
 
-    def _attempt(self, work: Work, id: int, state: State, down: Down, done: int | None) -> dict[str, Any] | Exception:
+    def _attempt(self, work: Work, id: int, state: State, down: Down, done: float | None) -> dict[str, Any] | Exception:
         """Return the results of one client, or the error with which its training failed; other errors are raised."""
         key = derive(work.key, id)
         try:
@@ -61,7 +61,7 @@ class Sequential(Engine):
         method = job.at(**vars(context))
         return method.refine(server, cohort, ClientData(job.clients.public_table, 0, key, method))
 
-    def _samples(self, work: Work, id: int, key: Tensor, done: int | None) -> ClientData:
+    def _samples(self, work: Work, id: int, key: Tensor, done: float | None) -> ClientData:
         """Return a client's samples as its method sees them."""
         job = self.jobs[work.run]
         return ClientData(job.clients, id, key, job.method, done, work.steps)
@@ -143,7 +143,7 @@ class ClientData(Data):
         index: int,
         key: Tensor,
         method: Method,
-        done: int | None = None,
+        done: float | None = None,
         usual: int | None = None,
     ):
         super().__init__(method.batch_size, method.epochs, done, usual)
@@ -155,7 +155,10 @@ class ClientData(Data):
     def public(self) -> Data:
         if not self.method.sends_public:
             return super().public
-        return ClientData(self.clients.public_table, 0, derive(self.key, PUBLIC), self.method, self.done, self.usual)
+        key, table = derive(self.key, PUBLIC), self.clients.public_table
+        public = ClientData(table, 0, key, self.method, self.done, self.usual)
+        public.meter = self.meter
+        return public
 
     def count(self, split: str) -> Tensor:
         return torch.tensor(self.clients.split(split).size[self.index], device=self.size.device)

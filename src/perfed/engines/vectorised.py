@@ -260,6 +260,12 @@ class Vectorised(Engine):
     def _send(self, numbers: Sequence[int]) -> Tensor:
         return integers(numbers, self.method.model.device)
 
+    def _send_done(self, done: Sequence[float]) -> Tensor:
+        """Return numbers of epochs on the device; whole ones as whole numbers."""
+        if all(epochs == int(epochs) for epochs in done):
+            return self._send([int(epochs) for epochs in done])
+        return send(torch.tensor(done, dtype=torch.float64), self.method.model.device)
+
     def _block(self, works: Sequence[Work], rows: list[tuple[int, int]]) -> dict[str, Any]:
         jobs = [self.jobs[work.run] for work in works]
         method, task = works[0].task.method, works[0].task
@@ -302,7 +308,7 @@ class Vectorised(Engine):
         if public is not None:
             sizes["public"] = public.sizes("train")
         dims = (0, 0, 0, 0, 0, None if done is None else 0, None if len(works) == 1 else 0)
-        epochs = None if done is None else self._send(done)
+        epochs = None if done is None else self._send_done(done)
         with self._told(method):
             return vmap(client, in_dims=dims)(states, own, keys, sizes, varied, epochs, shared)
 

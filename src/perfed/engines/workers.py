@@ -358,7 +358,7 @@ class Workers(Sequential):
             return super()._refine(run, context, torch.tensor(message["key"]), server, cohort)
         job, done = self.jobs[run], message["done"]
         method = job.at(**message["place"])
-        task: Any = Training(method, job.wire)
+        task: Any = Training(method, job.wire, message["counted"])
         if kind == "extend":
             task = Extending(method)
         elif kind == "evaluate":
@@ -414,7 +414,8 @@ def _serve(
 def _about_work(work: Work) -> dict[str, Any]:
     """Return for JSON which run a piece of work is of, and where in it."""
     place = {name: getattr(work.context, name) for name in ("round", "exchange", "phase")}
-    return {"run": work.run, "key": int(work.key), "place": place, "steps": work.steps}
+    counted = isinstance(work.task, Training) and work.task.counted
+    return {"run": work.run, "key": int(work.key), "place": place, "steps": work.steps, "counted": counted}
 
 
 def _about(error: Exception) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from perfed.core.errors import Problem
 from perfed.core.random import DROPOUT, STRAGGLE, derive, uniform
+from perfed.core.rounds import Chosen
 
 
 class Answers(NamedTuple):
@@ -16,17 +18,45 @@ class Answers(NamedTuple):
 
     ids: list[int]  # whose work reaches the server
     lost: list[int]  # whose does not
-    done: list[int] | None = None  # epochs that each of `ids` finishes; None: all finish all
+    done: list[float] | None = None  # epochs that each of `ids` finishes; None: all finish all
+    asked: list[float] | None = None  # epochs that each of `ids` is asked for; None: those of the method
 
-    def limited(self, wanted: dict[int, float], epochs: int) -> Answers:
-        """Return the answers of clients that are asked for a part of the work alone.
+    def limited(self, wanted: Chosen, most: Sequence[float] | None, epochs: int, discard: bool) -> Answers:
+        """Return the answers of clients that are asked for a part of the work, or cannot afford all of it.
 
         Args:
-            wanted: epochs of each client.
-            epochs: those of the method.
+            wanted: who is asked for how much.
+            most: epochs that each of `ids` can afford; None: any number.
+            epochs: those of the method, which is what clients are asked for where nobody says otherwise.
+            discard: who does not finish what it was asked for is lost.
         """
-        done = self.done or [epochs] * len(self.ids)
-        return self._replace(done=[min(int(wanted[id]), each) for id, each in zip(self.ids, done, strict=True)])
+        if wanted.epochs is None and most is None:
+            return self
+        kept: list[tuple[int, float, float]] = []
+        everything: list[float] = [epochs] * len(self.ids)
+        for id, *limits in zip(self.ids, self.done or everything, most or everything, strict=True):
+            can, asked = min(limits), epochs if wanted.epochs is None else wanted.epochs[id]
+            if can < asked and wanted.least is not None:
+                does = wanted.least[id] if can >= wanted.least[id] else 0
+            else:
+                does = 0 if can < asked and discard else min(can, asked)
+            if does:
+                kept.append((id, whole(does), whole(asked)))
+        ids, done, asked = (list(column) for column in zip(*kept, strict=True)) if kept else ([], [], [])
+        lost = sorted({*self.lost, *self.ids} - {*ids})
+        return Answers(ids, lost, done, None if wanted.epochs is None else asked)
+
+    def late(self, epochs: int) -> dict[int, float]:
+        """Return the clients that finish less than they were asked for, and how much; the method has `epochs`."""
+        if self.done is None:
+            return {}
+        asked = self.asked or [epochs] * len(self.ids)
+        return {id: done for id, done, wanted in zip(self.ids, self.done, asked, strict=True) if done < wanted}
+
+
+def whole(epochs: float) -> float:
+    """Return a number of epochs, a whole one as a whole number."""
+    return int(epochs) if epochs == int(epochs) else epochs
 
 
 @dataclass(frozen=True)
@@ -58,7 +88,7 @@ class Faults:
         if not late:
             return Answers(left, sorted(lost))
         drawn = 1 + derive(key, torch.tensor(left), 1) % epochs
-        done = [int(finished) if id in late else epochs for id, finished in zip(left, drawn, strict=True)]
+        done: list[float] = [int(finished) if id in late else epochs for id, finished in zip(left, drawn, strict=True)]
         return Answers(left, sorted(lost), done)
 
 
@@ -87,7 +117,8 @@ def tally(lines: list[dict[str, Any]]) -> dict[str, int]:
     """Count how often clients failed in a run, from its log of rounds."""
     answered, lost = sum(len(line["cohort"]) for line in lines), sum(len(line["lost"]) for line in lines)
     late, empty = sum(len(line["late"]) for line in lines), sum(line["unchanged"] for line in lines)
-    return {"asked": answered + lost, "lost": lost, "late": late, "rounds": len(lines), "unchanged": empty}
+    counts = {"asked": answered + lost, "lost": lost, "late": late, "rounds": len(lines), "unchanged": empty}
+    return counts | ({"away": sum(line["away"] for line in lines)} if any("away" in line for line in lines) else {})
 
 
 def in_words(counts: dict[str, int]) -> str:
@@ -95,6 +126,8 @@ def in_words(counts: dict[str, int]) -> str:
     text = f"{counts['lost']} of {counts['asked']} answers lost"
     if counts["late"]:
         text += f", {counts['late']} after a part of the epochs"
+    if counts.get("away"):
+        text += f"; {counts['away'] / counts['rounds']:.1f} clients a round could not be asked"
     if counts["unchanged"]:
         text += f"; {counts['unchanged']} of {counts['rounds']} rounds had no answer and left the server as it was"
     return text

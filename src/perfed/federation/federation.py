@@ -27,6 +27,7 @@ from perfed.federation import reduce
 from perfed.federation.admit import Refusal, Standing, Verdict, inspect, only, pick
 from perfed.federation.faults import Answers, Faults
 from perfed.federation.optimizers import Moments, ServerOptimizer
+from perfed.federation.system import System
 from perfed.federation.traffic import PUBLIC_DATA, Traffic
 
 EVALUATED_AT_ONCE = 64  # clients per piece of an evaluation, so that memory does not grow with all clients
@@ -68,6 +69,8 @@ class Federation:
         round: number of rounds that are done.
         traffic: bytes sent so far.
         faults: clients that fail, as a simulation.
+        system: the machines that clients are, as a simulation.
+        clock: simulated seconds that have passed.
         quorum: share of those asked who must send something usable, or the round is abandoned.
         patience: number of abandoned rounds in a row after which the run has diverged.
         optimizer: what becomes of a mean change before the method adds it; None: nothing.
@@ -96,6 +99,8 @@ class Federation:
     round: int = 0
     traffic: Traffic = field(default_factory=Traffic)
     faults: Faults = field(default_factory=Faults)
+    system: System = field(default_factory=System)
+    clock: float = 0.0
     quorum: float = 0.5
     patience: int = PATIENCE
     lazy: bool | None = None
@@ -110,7 +115,8 @@ class Federation:
                 raise SettingsProblem(str(problem)) from problem
         self.answers = Answers([], [])  # of the round that is going on, or of the last one
         self.known = Known(self.clients.names, self.clients.sizes["train"], self.clients.able)
-        self.known.fetch = self._fetch
+        self.known.fetch, self.known.afford = self._fetch, self._affordable
+        self.took: dict[int, float] = {}  # simulated seconds of each client that answered in the last round
         self._phase, self._turns = Phase(), []  # of the round that is going on: its kind, and its exchanges
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known
@@ -141,17 +147,28 @@ class Federation:
         """The run's seed."""
         return self.engine.jobs[self.run].seed
 
+    @property
+    def fallible(self) -> bool:
+        """Return True if it is simulated that clients fail, cannot be asked, or cannot do all of their work."""
+        return self.faults != Faults() or self.system.limits or self.system.availability < 1
+
     # ------------------------------------------------------------------ a round
 
     def sample(self) -> list[int]:
         """Return the next round's cohort: a function of seed and round alone, alike for every method.
 
-        It is drawn from the clients that have training samples.
+        It is drawn from the clients that have training samples and can be asked.
         """
-        able = self.clients.able
+        able = self._available()
         count = len(able)
         size = min(self.method.context.cohort, count)
         return [able[place] for place in choose(derive(self.seed, COHORT, self.round + 1), size, count)]
+
+    def _available(self) -> Sequence[int]:
+        return self.system.available(self.seed, self.round + 1, self.clients.able)
+
+    def _affordable(self) -> list[float] | None:
+        return self.system.affordable(self.seed, self.round + 1, range(len(self.clients)))
 
     def step(self, cohort: Iterable[int] | None = None) -> list[int]:
         """Carry out one round.
@@ -172,15 +189,14 @@ class Federation:
         """
         if self.round == 0 and self.method.refine_before:
             self.server = self._refined(self.method, self.server, None)
+        self.known.available, self.took = self._available(), {}
         sizes, method = self.clients.sizes["train"], self.method.at(round=self.round + 1)
         self._phase = phase = method.phase(self.server)
         method, drawn = method.at(phase=phase.name), None if cohort is None else [id for id in cohort if sizes[id]]
         self.known.draw = lambda: self.sample() if drawn is None else sorted(drawn)
-        choice = self.clients.able if phase.everybody else method.cohort_of(self.server, self.known)
-        wanted = chosen(choice, phase.exchanges, self.known, type(method).__name__)
-        self.answers = self.faults.draw(self.seed, self.round + 1, wanted.ids, method.epochs)
-        if wanted.epochs is not None:
-            self.answers = self.answers.limited(wanted.epochs, method.epochs)
+        choice = self.known.available if phase.everybody else method.cohort_of(self.server, self.known)
+        wanted = chosen(choice, phase.exchanges, self.known, type(method).__name__, method.epochs)
+        self.answers = self._answers(wanted, method.epochs)
         self._turns = self._planned(wanted, phase)
         self._before, self._counts = self.server, not self.diverged
         if method.sends_public:
@@ -191,6 +207,16 @@ class Federation:
             self.known.fail(self.answers.lost)
             down = method.broadcast(self.server, self._send(self.answers.lost))
             self.traffic.count(method, len(self.answers.lost), down)
+
+    def _answers(self, wanted: Chosen, epochs: int) -> Answers:
+        """Return who of those that are asked answers, and how much of the work each does; note it."""
+        answers = self.faults.draw(self.seed, self.round + 1, wanted.ids, epochs)
+        most = self.system.affordable(self.seed, self.round + 1, answers.ids)
+        answers = answers.limited(wanted, most, epochs, self.faults.discard)
+        if self.faults.stragglers or most is not None or wanted.epochs is not None:
+            done = answers.done or [epochs] * len(answers.ids)
+            self.known.note("epochs", dict.fromkeys(answers.lost, 0) | dict(zip(answers.ids, done, strict=True)))
+        return answers
 
     def _planned(self, wanted: Chosen, phase: Phase) -> list[Turn]:
         """Return the exchanges of a round, with those of their clients that answer."""
@@ -223,7 +249,7 @@ class Federation:
                 finishes = dict(zip(self.answers.ids, self.answers.done, strict=True))
                 done = [finishes[id] for id in turn.ids]
             place = (self.run, self.round + 1, turn.exchange)
-            yield Request(*place, turn.ids, down, done, turn.phase, self._phase.steps)
+            yield Request(*place, turn.ids, down, done, turn.phase, self._phase.steps, self.system.timed)
 
     def receive(self, request: Request, reply: Reply) -> None:
         """Use what an exchange gave: count, inspect and reduce it, and let the method make its new state of it.
@@ -232,8 +258,12 @@ class Federation:
             request: what was asked.
             reply: what the engine answered.
         """
+        before = self.traffic.down, self.traffic.up
         self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
         self.traffic.count_batches(self.method, self._samples(request, reply))
+        if reply.looked is not None and reply.ids:
+            down, up = self.traffic.down - before[0], self.traffic.up - before[1]
+            self._wait(reply.ids, reply.looked.tolist(), down / len(request.ids), up / len(reply.ids))
         uploads = self._received(reply.uploads)
         self.refusals += [Refusal(self.round + 1, id, tensor, reason) for id, reason, tensor in reply.failures]
         self.known.fail([failure.id for failure in reply.failures])
@@ -249,6 +279,13 @@ class Federation:
         done = dict(zip(request.ids, request.done or [method.epochs] * len(request.ids), strict=True))
         mine = {id: plan.shortened(done[id], method.epochs) for id in reply.ids}
         return sum(own.samples(sizes[id], own.total(sizes[id])) for id, own in mine.items())
+
+    def _wait(self, ids: Sequence[int], samples: Sequence[int], down: float, up: float) -> None:
+        """Let the simulated clock go on until the slowest client has answered; who has failed is not waited for."""
+        seconds = self.system.seconds(self.seed, self.round + 1, ids, samples, down, up)
+        self.took |= {id: self.took.get(id, 0) + each for id, each in zip(ids, seconds, strict=True)}
+        self.known.note("seconds", {id: self.took[id] for id in ids})
+        self.clock += max(seconds)
 
     def _received(self, uploads: Uploads) -> Uploads:
         """Return uploads after the server half of what happens to them on their way."""

@@ -79,24 +79,27 @@ def measure_tables(methods: list[dict[str, Any]], target: float | None = None) -
         scores.append((title, *(score(method[key]) if key in method else "-" for key in keys), share, delta))
         arithmetic = "n/a" if method["flops"] is None else f"{method['flops']:.2e}"
         kept = [size(method[key]) for key in ("server_state", "client_state")]
-        seconds = f"{method['seconds']:.1f} s"
-        costs.append((title, score(method["area"]), size(method["bytes"]), arithmetic, seconds, *kept))
+        seconds = [f"{method[key]:,.1f} s" for key in ("seconds", "clock") if key in method]
+        costs.append((title, score(method["area"]), size(method["bytes"]), arithmetic, *seconds, *kept))
     headings = ("", *(TITLES.get(key, key) for key in keys), "gain above 0", "delta")
-    tables = [(headings, scores), (("", "area", "sent", "FLOPs", "time", "server keeps", "client keeps"), costs)]
+    times = ("time", *["simulated time"] * any("clock" in method for method in methods))
+    tables = [(headings, scores), (("", "area", "sent", "FLOPs", *times, "server keeps", "client keeps"), costs)]
     return tables if target is None else [*tables, _to_target(methods, target)]
 
 
 def _to_target(methods: list[dict[str, Any]], target: float) -> TextTable:
-    """Return rounds, local epochs and bytes to a mean accuracy; the speed-up is over the last method to get there."""
+    """Return what it took to a mean accuracy; the speed-up is over the last method to get there."""
     slowest = max((method["rounds_to_target"] or 0 for method in methods), default=0)
-    rows = []
+    rows, timed = [], any("clock" in method for method in methods)
     for method in methods:
         title = method.get("title", method["method"])
         rounds, epochs = method["rounds_to_target"], method["epochs_to_target"]
         if rounds is None:
             reached = f"in {method['reached']} of {method['seeds']} seeds" if method["reached"] else "not reached"
-            rows.append((title, reached, "-", "-", "-"))
+            rows.append((title, reached, "-", "-", "-", *["-"] * timed))
         else:
             passes = "n/a" if epochs is None else f"{epochs:.1f}"
-            rows.append((title, f"{rounds:g}", f"{slowest / rounds:.1f}", passes, size(method["bytes_to_target"])))
-    return ("", f"rounds to {target:g}", "speed-up", "local epochs", "sent"), rows
+            clock = [f"{method['clock_to_target']:,.1f} s"] if timed else []
+            sent = size(method["bytes_to_target"])
+            rows.append((title, f"{rounds:g}", f"{slowest / rounds:.1f}", passes, sent, *clock))
+    return ("", f"rounds to {target:g}", "speed-up", "local epochs", "sent", *["simulated time"] * timed), rows

@@ -1,4 +1,4 @@
-"""The picture of a run: its score over rounds, how it is spread over clients, and every client's gain over Local."""
+"""The picture of a run: its score over rounds (and simulated time), its spread over clients, and gains over Local."""
 
 from __future__ import annotations
 
@@ -30,23 +30,29 @@ def drawn(text: str) -> str:
 
 
 def picture(run: Run) -> bytes:
-    """Draw a run's three panels as a PNG; the last only where Local was trained beside another method."""
+    """Draw a run's panels as a PNG: accuracy over rounds, and over simulated time where there is such; its spread;
+    gains, where Local was trained beside another method.
+    """
     others = [name for name in run.entries if name != BASELINE]
     gains = BASELINE in run.entries and bool(others)
-    columns, panels = (9, 3) if gains else (7, 2)
+    timed = all(run.clock(name) for name in run.entries)
+    columns, panels = (9, 3 + timed) if gains else (7, 2 + timed)
     size = (5 * panels, 4.2 + 0.25 * (len(run.entries) // columns))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels)
+    axes = list(figure.subplots(1, panels))
     looks = {name: line_style(index) for index, name in enumerate(run.entries)}
     for name, entry in run.entries.items():
         rounds, scores = run.curve(name)
-        axes[0].plot(rounds, scores, label=drawn(entry.title), marker="o" if len(rounds) < 3 else None, **looks[name])
+        style = {"label": drawn(entry.title), "marker": "o" if len(rounds) < 3 else None, **looks[name]}
+        for panel, place in zip(axes, (rounds, run.clock(name))[: 1 + timed], strict=False):
+            panel.plot(place, scores, **style)
     score = run.metric.replace("_", " ")
-    axes[0].set(xlabel="round", ylabel=f"mean test {score} over clients", title=score.capitalize())
-    _spread(axes[1], run, looks)
+    for panel, place in zip(axes, ("round", "simulated seconds")[: 1 + timed], strict=False):
+        panel.set(xlabel=place, ylabel=f"mean test {score} over clients", title=score.capitalize())
+    _spread(axes[1 + timed], run, looks)
     if gains:
-        _gains(axes[2], run, others, looks)
+        _gains(axes[2 + timed], run, others, looks)
     for panel in axes:
         panel.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False)

@@ -88,8 +88,8 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
     """Return sentences to stand below a table: what its numbers do not say.
 
     Why other scores than accuracy stand in it, bytes between servers, public data, clients that failed (one line for
-    all methods that failed alike), uploads that were not used, samples that were made up, clients that had nothing to
-    train with, and training that diverged.
+    all methods that failed alike), the simulated clock, uploads that were not used, samples that were made up, clients
+    that had nothing to train with, and training that diverged.
     """
     amounts = lambda extra: ", ".join(f"{name.replace('_', ' ')} {size(count)}" for name, count in extra.items())
     extra = [(method["title"], dict(method["bytes"]["extra"])) for method in methods]
@@ -103,6 +103,8 @@ def remarks(methods: list[dict[str, Any]]) -> list[str]:
         if method.get("faults"):
             failed.setdefault(in_words(method["faults"]), []).append(method["title"])
     lines += [f"{', '.join(titles)}: {words}" for words, titles in failed.items()]
+    clocks = [f"{method['title']} {method['clock']:,.1f} s" for method in methods if method.get("clock") is not None]
+    lines += [f"simulated time: {', '.join(clocks)}"] if clocks else []
     changes = [(method["title"], change) for method in methods for change in method.get("changes", [])]
     lines += [f"{title}: settings changed {change}" for title, change in changes]
     lines += [f"{method['title']}: {refusals(method['refused'])}" for method in methods if method.get("refused")]

@@ -136,6 +136,9 @@ def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     faults = [summary["faults"] for summary in each]
     if all(faults):
         about["faults"] = {key: sum(counts[key] for counts in faults) for key in faults[0]}
+    clocks = [summary["clock"] for summary in each]
+    if None not in clocks:
+        about["clock"] = float(np.mean(clocks))
     if refused := [summary["refused"] for summary in each if summary["refused"]]:
         first = [refusal for uploads in refused for refusal in uploads["first"]]
         about["refused"] = {"count": sum(uploads["count"] for uploads in refused), "first": first}

@@ -113,19 +113,25 @@ def system(run: Run, method: str, curve: Curves, target: float | None = None) ->
         target: a mean test score.
 
     Returns:
-        Rounds, bytes, floating-point operations and seconds; `area` under the accuracy curve. With a target rounds,
-        bytes and local epochs to it. Local epochs are passes with a gradient over a participant's training samples, as
-        many as the method makes: pFedMB's round of E epochs has 2 E.
+        Rounds, bytes, floating-point operations, seconds, simulated ones (`clock`) where time was simulated; `area`
+        under the accuracy curve. With a target rounds, bytes, local epochs and simulated seconds to it. Local epochs
+        are passes with a gradient over a participant's training samples, as many as the method makes: pFedMB's round of
+        E epochs has 2 E.
     """
     rounds, sent = traffic(run, method)
     out: dict[str, Any] = {"rounds": int(rounds[-1]), "bytes": int(sent[-1]), "flops": flops(run, method)}
     out["seconds"] = round(run.seconds(method), 3)
     out["area"] = area(curve.rounds, curve.mean)
+    clock = run.clock(method)
+    if clock:
+        out["clock"] = clock[-1]
     if target is not None:
         reached = first_round(curve.rounds, curve.mean, target, curve.sign)
         out["rounds_to_target"] = reached
         out["bytes_to_target"] = None if reached is None else int(sent[rounds <= reached][-1])
         each = None if reached is None else epochs(run, method)
+        if clock:
+            out["clock_to_target"] = None if reached is None else clock[list(curve.rounds).index(reached)]
         out["epochs_to_target"] = None if each is None or reached is None else each * reached
     return out
 
@@ -212,7 +218,7 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
 
 
 def epochs(run: Run, method: str) -> float | None:
-    """Average the gradient passes over a participant's training samples in a round; None with stragglers."""
+    """Average the gradient passes over a participant's training samples in a round; None where some did a part."""
     sizes, counts = _work(run, method)
     return None if counts is None or not sizes[:, 0].sum() else float(counts[0] / sizes[:, 0].sum())
 
@@ -222,7 +228,7 @@ def flops(run: Run, method: str) -> int | None:
 
     Per sample: forward and backward pass of the network, counted by torch from its layers. Samples: those of every
     participant in every round, with the extra passes that the method makes, counted by `passes`. None where there were
-    stragglers, who did a part of that.
+    clients that did a part of that.
     """
     _, counts = _work(run, method)
     if counts is None:
@@ -234,12 +240,13 @@ def flops(run: Run, method: str) -> int | None:
 def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the sizes of all participants in all rounds, and the sample passes that they made.
 
-    The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None with stragglers.
+    The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None with parts.
     """
     sizes_of = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
-    sizes = [sizes_of[name] for line in run.folder.method(method).rounds() for name in line["cohort"]]
+    lines = run.folder.method(method).rounds()
+    sizes = [sizes_of[name] for line in lines for name in line["cohort"]]
     sizes = np.array(sizes).reshape(-1, 2)  # [0, 2] where nobody ever answered
-    if run.config.run.stragglers:
+    if run.config.run.stragglers or run.config.system.affordable_max or any("epochs" in line for line in lines):
         return sizes, None
     entry = run.entries[method]
     settings = tuple(sorted(run.config.settings(entry).items()))

@@ -15,6 +15,7 @@ from perfed import wire
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import checked, convert, hyper
 from perfed.data.config import DataConfig
+from perfed.federation.config import SystemConfig
 from perfed.models.config import ModelConfig
 from perfed.training import catalog
 
@@ -134,7 +135,7 @@ class RunConfig:
 NEUTRAL = {"engine", "workers", "block", "compile", "fast", "device"}
 NEUTRAL |= {"state_memory", "save_models", "checkpoint_every", "scores", "train_scores", "headline"}
 DEFAULT_METHODS = ("local", "fedavg", "pgfed")
-SECTIONS: dict[str, type] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig}
+SECTIONS: dict[str, type] = {"data": DataConfig, "model": ModelConfig, "run": RunConfig, "system": SystemConfig}
 TABLES = ("methods", *SECTIONS, "train", "method")  # what a configuration may say
 
 
@@ -147,6 +148,7 @@ class Config:
         data: the section `data`.
         model: the section `model`.
         run: the section `run`.
+        system: the section `system`.
         train: settings of every method.
         method: settings of a single method, by its name; they go before those of all.
     """
@@ -155,6 +157,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    system: SystemConfig = field(default_factory=SystemConfig)
     train: dict[str, Any] = field(default_factory=dict)
     method: dict[str, dict[str, Any]] = field(default_factory=dict)
 

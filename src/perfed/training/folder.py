@@ -63,12 +63,13 @@ RESULT = {"title": str, "rounds": int, "evaluates": str, "bytes": BYTES, "client
 RESULT |= {"refused?": {"count": int, "first": [REFUSED]}, "saved_round?": int, "sha256?": {str: str}}
 PLAIN = (str, int, float, bool, type(None))
 SETTINGS = {"settings?": {str: PLAIN}, "changes?": [{"round": int, "settings": {str: [PLAIN]}}]}
-RESULT |= SETTINGS | {"faults?": {str: int}}
+RESULT |= SETTINGS | {"faults?": {str: int}, "clock?": NUMBER}
 EXTENDED = dict.fromkeys(("train", "made", "left_out"), int)
 RESULT |= {"extended?": {str: EXTENDED}}
 MEANS = {PERSONAL: NUMBER, str: NUMBER}
 ROUND = {"round": int, "cohort": [str], "bytes": BYTES, "accuracy?": MEANS, "validation?": MEANS, "refused?": [REFUSED]}
 ROUND |= {"extended?": {str: EXTENDED}}
+ROUND |= {"clock?": NUMBER, "seconds?": {str: NUMBER}}
 CLIENT_SCORES = {"round": int, "client": str}
 TIME = {"round": int, "seconds": (int, float), "refine?": (int, float)}
 

@@ -29,6 +29,7 @@ from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.table import is_one_client
 from perfed.engines.base import Engine, Request
+from perfed.federation.config import SystemConfig
 from perfed.training.catalog import Entry
 from perfed.training.engine import make_engine
 from perfed.training.folder import RunFolder, preparation_of
@@ -166,6 +167,7 @@ def _prepare(run: Run, name: str, data: DataConfig, fine_tune: int) -> Visit:
         method=own,
         data=data,
         run=dataclasses.replace(run.config.run, **usual),
+        system=SystemConfig(),
     )
     return Visit(config, clients, run.network, "cpu", "sequential", clients.notices, run=run, name=name)
 

@@ -32,9 +32,11 @@ from perfed.data.catalog import scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import resolve
 from perfed.data.strata import stratum_counts, stratum_names
+from perfed.federation.config import SystemConfig
 from perfed.federation.faults import Faults, refuse_pointless
 from perfed.federation.federation import cohort_size
 from perfed.federation.optimizers import ServerOptimizer
+from perfed.federation.system import System
 from perfed.models import build, suits
 from perfed.models.trial import unbatchable
 from perfed.training import catalog
@@ -168,6 +170,11 @@ def _refuse_without_changes(run: RunConfig, methods: Mapping[str, Method]) -> No
 def faults_of(run: RunConfig) -> Faults:
     """Return the faults that a run simulates."""
     return Faults(run.dropout, run.stragglers, run.straggler_work == "discard")
+
+
+def system_of(config: SystemConfig) -> System:
+    """Return the machines that a run simulates."""
+    return System(**vars(config))
 
 
 def prepare(config: Config) -> Experiment:

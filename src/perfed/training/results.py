@@ -376,6 +376,11 @@ class Run:
         lines = [line for line in self.folder.method(method).rounds() if self.metric in line]
         return [line["round"] for line in lines], [line[self.metric][model] for line in lines]
 
+    def clock(self, method: str) -> list[float]:
+        """Return the simulated clock after each round that was evaluated; nothing where no time was simulated."""
+        lines = [line for line in self.folder.method(method).rounds() if self.metric in line]
+        return [line["clock"] for line in lines if "clock" in line]
+
     def seconds(self, method: str) -> float:
         """Return the time spent in rounds, interruptions not counted.
 
@@ -422,6 +427,7 @@ class Run:
                 "by_compartment": sent,
             },
             "seconds": round(self.seconds(name), 3),
+            "clock": result.get("clock"),
             "untrained": [client["name"] for client in self.about["clients"] if not client["train"]],
             "faults": result.get("faults"),
             "refused": result.get("refused"),

@@ -15,7 +15,7 @@ from perfed.core.clients import Clients
 from perfed.core.errors import Problem
 from perfed.engines.base import Engine, Job
 from perfed.engines.scores import PERSONAL, Scores
-from perfed.federation.faults import Faults, tally
+from perfed.federation.faults import tally
 from perfed.federation.federation import PATIENCE, Federation, Save, cohort_size, evaluate, step
 from perfed.federation.traffic import Traffic
 from perfed.training import catalog
@@ -26,7 +26,7 @@ from perfed.training.observers import Observer, Round
 from perfed.training.observers.checkpoint import BestRound, Checkpoints, restore
 from perfed.training.observers.log import MetricsLog
 from perfed.training.observers.progress import ProgressLine
-from perfed.training.prepare import Experiment, about_inputs, faults_of, headline, optimizer_of, rates_of
+from perfed.training.prepare import Experiment, about_inputs, faults_of, headline, optimizer_of, rates_of, system_of
 from perfed.training.settings import FIXED, decisive, difference, in_words, outdated
 from perfed.wire import treatment
 
@@ -169,6 +169,7 @@ class MethodRun:
         agreed = (self.experiment.clients.preparation or {}).get("traffic", {})  # sent before the first round
         advice = lambda: about_inputs(self.experiment.clients)
         rules = {"faults": faults_of(config), "quorum": config.quorum, "patience": patience, "advice": advice}
+        rules["system"] = system_of(self.experiment.config.system)
         rules["optimizer"] = optimizer_of(config) if self.method.averages else None  # the baseline sends nothing
         self.federation = Federation(engine, run, traffic=Traffic(**agreed), **rules)
         sizes = restore(self.folder, self.federation, self._say, self._why_not)
@@ -302,8 +303,10 @@ class MethodRun:
         result |= {"evaluates": method.evaluates, "bytes": dataclasses.asdict(federation.traffic)}
         result |= {"clients": self.scores.by_client(), "parameters": method.model.P}
         log = self.folder.rounds()
-        if federation.faults != Faults():
+        if federation.fallible:
             result["faults"] = tally(log)
+        if federation.system.timed:
+            result["clock"] = federation.clock
         if known := federation.engine.extended[federation.run].known:
             names = federation.clients.names
             result["extended"] = {names[id]: each.counts for id, each in sorted(known.items())}
@@ -322,13 +325,13 @@ class MethodRun:
     def _go_back(self, best: BestRound) -> int | None:
         """Go back to the round with the best models, score them once more and save them; None where it is lost."""
         federation = self.federation
-        traffic, round = federation.traffic, self.best[0] if self.best else 0
+        traffic, clock, round = federation.traffic, federation.clock, self.best[0] if self.best else 0
         try:
             there = round == federation.round or best.restore(federation, round)
         except Problem as problem:
             self.folder.forget_best()
             raise Problem(f"{problem}; `perfed resume` trains on, and saves the last round's models") from None
-        federation.traffic = traffic  # of all rounds
+        federation.traffic, federation.clock = traffic, clock  # of all rounds
         save = self._save_client() if self.every_model else None
         self.scores = federation.evaluate(save, self.config.scores != "none")
         which = f"of round {round}, the best on validation samples" if there else f"of the last round: {round} is lost"

@@ -31,6 +31,7 @@ FORM = {"round": int, "server": object, "states": dict, "traffic": dict, "logs":
 FORM |= SETTINGS | {
     "strikes?": int,
     "extended?": int,
+    "clock?": (int, float),
     "moments?": {str: list},
     "digests?": {str: str},
     "known?": {str: Tensor},
@@ -72,6 +73,7 @@ class Checkpoints:
             "states": {"clients": torch.tensor(ids, dtype=torch.int64), "sha256": digest},
             "traffic": dataclasses.asdict(federation.traffic),
             "strikes": federation.strikes,
+            "clock": federation.clock,
             "known": federation.known.save(),
             "moments": federation.moments,
             "extended": self._write_extension(federation),
@@ -226,7 +228,7 @@ def _use(folder: MethodFolder, path: Path, state: dict[str, Any], federation: Fe
     federation.server = server
     federation.moments = there(state.get("moments", {}))  # perfed 0.1 had none
     federation.traffic = Traffic(**state["traffic"])
-    federation.strikes = state.get("strikes", 0)  # perfed 0.1 had none
+    federation.strikes, federation.clock = state.get("strikes", 0), state.get("clock", 0.0)  # perfed 0.1 had neither
     try:
         federation.known.restore(state.get("known", {}))
     except Problem as problem:

@@ -7,7 +7,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from perfed.federation.faults import Faults
 from perfed.federation.federation import Federation
 from perfed.training.folder import MethodFolder
 from perfed.training.observers import Round
@@ -43,7 +42,7 @@ class MetricsLog:
         federation = event.federation
         names, round = federation.clients.names, federation.round
         about: dict[str, Any] = {"round": round, "cohort": [names[id] for id in event.cohort]}
-        about |= _failures(federation)
+        about |= _failures(federation) | _times(federation)
         extended = federation.engine.extended[federation.run].known.items()
         if grown := {names[id]: each.counts for id, each in extended if each.round == round}:
             about["extended"] = grown
@@ -86,10 +85,22 @@ class MetricsLog:
 
 
 def _failures(federation: Federation) -> dict[str, Any]:
-    """Return who failed in the last round, in a run where clients may."""
-    names, answers, epochs = federation.clients.names, federation.answers, federation.method.epochs
-    if federation.faults == Faults():
+    """Return who failed in the last round, in a run where clients may, and how much was done where a part was asked."""
+    names, answers, about = federation.clients.names, federation.answers, {}
+    if answers.asked is not None:
+        about["epochs"] = {names[id]: epochs for id, epochs in zip(answers.ids, answers.done or [], strict=True)}
+    if federation.fallible:
+        late = {names[id]: epochs for id, epochs in answers.late(federation.method.epochs).items()}
+        about |= {"lost": [names[id] for id in answers.lost], "late": late, "unchanged": not answers.ids}
+    if federation.system.availability < 1:
+        about["away"] = len(federation.known.able) - len(federation.known.available)
+    return about
+
+
+def _times(federation: Federation) -> dict[str, Any]:
+    """Return the simulated clock, and how long the last round took each client that answered, in a run that has one."""
+    if not federation.system.timed:
         return {}
-    done = zip(answers.ids, answers.done or [], strict=bool(answers.done))
-    late = {names[id]: finished for id, finished in done if finished < epochs}
-    return {"lost": [names[id] for id in answers.lost], "late": late, "unchanged": not answers.ids}
+    names = federation.clients.names
+    seconds = {names[id]: round(each, 6) for id, each in federation.took.items()}
+    return {"clock": round(federation.clock, 6), "seconds": seconds}
