@@ -86,15 +86,14 @@ class FastModel(Model):
             for (table, key, own), _ in filled:
                 table[key] = own
 
-    def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def features(self, theta: Tensor, batch: Batch | Tensor, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Do what `Model.features` does, with hooks that stay: one that comes and goes cannot be compiled."""
         seen: list[Tensor] = []
         self._watchers.append(seen)
         try:
-            out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
+            out, theta = self._run_on(theta, batch, train)
         finally:
             self._watchers.pop()
-        self._take(batch)
         return out, seen[0].flatten(1), theta
 
     def _watch(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:

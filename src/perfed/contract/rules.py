@@ -362,8 +362,8 @@ def check_frozen(entry: Entry) -> None:
     still, count = model.everything.mask & ~model.moving.mask, getattr(method, method.starts) if method.starts else 1
     seed = method.context.seed
     starts = [model.init(each)[still] for each in (seed, *(seed * count + k for k in range(count)))]
-    for thetas in outcome.models.values():
-        for name, theta in thetas.items():
+    for named in outcome.models.values():
+        for name, theta in ((name, theta) for name, tree in named.items() for theta in thetas_of(model, tree)):
             assert any(difference(theta[still], start) <= CLOSE for start in starts), (
                 f"'{name}' has other values where the network is frozen: parts leave frozen parameters out, so a theta "
                 "is put together on `self.model.init(self.context.seed)`, not on zeros"

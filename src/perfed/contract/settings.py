@@ -118,14 +118,14 @@ class _Trial:
         return self.outcomes[key]
 
     def differ(self, first: Outcome, second: Outcome) -> bool:
-        """Return True if two outcomes differ in server, models or bytes by more than rounding."""
+        """Return True if two outcomes differ in server, models, scores or bytes by more than rounding."""
         pairs = ((first.server, second.server), (_models(first), _models(second)), (first.traffic, second.traffic))
         return any(difference(*pair) > CLOSE for pair in pairs)
 
 
 def _models(outcome: Outcome) -> Any:
-    """Return the models without those that `fine_tune` adds whatever it does: each as it was before."""
-    return {id: {n: t for n, t in each.items() if n != "before"} for id, each in outcome.models.items()}
+    """Return models and scores without those that `fine_tune` adds whatever it does: of each as it was before."""
+    return [{n: t for n, t in each.items() if n != "before"} for each in (*outcome.models.values(), outcome.scores)]
 
 
 def other_values(kind: Any, now: Any, parts: Iterable[str] = ()) -> list[Any]:

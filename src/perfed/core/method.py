@@ -491,6 +491,11 @@ class Method(ABC):
         if not leaves(own) or not all(isinstance(leaf, Tensor) for leaf in leaves(own)):
             raise Problem(f"{type(self).__name__}.personalise must return tensors, alone or in dicts, tuples and lists")
         if self.fine_tune:
+            if not isinstance(models["personal"], Tensor) and type(self).tuned is Method.tuned:
+                raise Problem(
+                    f"fine_tune trains a theta, and a model of {type(self).__name__} is more than that: its file needs "
+                    "a function `tuned(model, client, down, data)`, which trains for `self.fine_tune` epochs"
+                )
             models["before"] = models["personal"]
             models["personal"] = self.tuned(models["before"], client, down, data)
         return models
@@ -499,7 +504,7 @@ class Method(ABC):
         """Train a client's personal model for `fine_tune` more epochs, for one evaluation: no state is kept.
 
         Args:
-            theta: the personal model.
+            theta: the personal model, all of it where it is more than a theta.
             client: the client's state.
             down: what `show` makes for an evaluation.
             data: the client's samples.

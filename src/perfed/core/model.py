@@ -389,12 +389,12 @@ class Model:
                 module.calls = 0
         return self._head if mode == "head" else self._net
 
-    def features(self, theta: Tensor, batch: Batch, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def features(self, theta: Tensor, batch: Batch | Tensor, train: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Run the network and look at what enters its head, the representation that a sample has.
 
         Args:
             theta: the model.
-            batch: the samples.
+            batch: the samples; outside of training their inputs are enough.
             train: use the statistics of this batch, and dropout.
 
         Returns:
@@ -404,14 +404,18 @@ class Model:
         head = self._net.get_submodule(self.head_name)
         hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            out, theta = self.apply(theta, batch.x, train, batch.weight, batch.key)
+            out, theta = self._run_on(theta, batch, train)
         finally:
             hook.remove()
-        self._take(batch)
         return out, seen[0].flatten(1), theta
 
-    def _take(self, batch: Batch) -> None:
-        self.inputs = tuple(batch.x.shape[1:]) if self.inputs is None else self.inputs
+    def _run_on(self, theta: Tensor, batch: Batch | Tensor, train: bool) -> tuple[Any, Tensor]:
+        x, weight, key = (batch, None, None) if isinstance(batch, Tensor) else (batch.x, batch.weight, batch.key)
+        self._take(x)
+        return self.apply(theta, x, train, weight, key)
+
+    def _take(self, x: Tensor) -> None:
+        self.inputs = tuple(x.shape[1:]) if self.inputs is None else self.inputs
 
     def taking(self, inputs: tuple[int, ...]) -> Self:
         """Return this model, knowing the shape of a sample."""
