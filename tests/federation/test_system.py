@@ -138,6 +138,25 @@ def test_samples_are_counted_as_steps_look_at_them(engine):
     assert reply.looked.tolist() == [count(*each) for each in zip(SIZES, [1.5, 0.25, 3, 2, 2.2], strict=True)]
 
 
+@dataclass(frozen=True)
+class Taught(FedAvg):
+    public = "unlabelled"
+    sends_public = True
+
+    def nothing(self, carry, batch, given):
+        return carry
+
+    def local(self, client, down, data):
+        w = data.public.fold(self.nothing, down.shared, steps=3, batch_size=2)
+        return client, Up(mean=self.descend(w, data) - down.shared)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_steps_on_public_samples_count_too(engine):
+    reply = exchanged(ENGINES[engine](job(Taught)), None, counted=True)
+    assert reply.looked.tolist() == [2 * size + 6 for size in SIZES]
+
+
 # ---------------------------------------------------------------------- draws
 
 

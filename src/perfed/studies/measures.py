@@ -240,7 +240,8 @@ def flops(run: Run, method: str) -> int | None:
 def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the sizes of all participants in all rounds, and the sample passes that they made.
 
-    The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None with parts.
+    The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None where some
+    did a part.
     """
     sizes_of = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
     lines = run.folder.method(method).rounds()
