@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from perfed.core.messages import Up as Up
     from perfed.core.method import Method as Method
     from perfed.core.model import Model as Model
+    from perfed.core.rounds import Phase as Phase
+    from perfed.core.rounds import Selection as Selection
     from perfed.training.results import Run as Run
 
 __version__ = "0.2.0"
@@ -30,9 +32,25 @@ _HOME = {
     "Up": "perfed.core.messages",
     "Method": "perfed.core.method",
     "Model": "perfed.core.model",
+    "Phase": "perfed.core.rounds",
+    "Selection": "perfed.core.rounds",
     "Run": "perfed.training.results",
 }
-__all__ = ["Cohort", "Down", "Method", "Model", "Problem", "Run", "Up", "hyper", "load", "personalise", "run"]
+__all__ = [
+    "Cohort",
+    "Down",
+    "Method",
+    "Model",
+    "Phase",
+    "Problem",
+    "Run",
+    "Selection",
+    "Up",
+    "hyper",
+    "load",
+    "personalise",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:  # lazily: `perfed --help` and wrong settings need no torch

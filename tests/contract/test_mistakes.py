@@ -343,7 +343,7 @@ MISTAKES = {
         evaluates = "own"
         """,
         EVALUATES,
-        "all clients predict with the same model: say evaluates = 'global' in place of 'own'; the values are 'own', "
+        "all clients predict with the same model: say evaluates = 'global' in place of 'own' .the values are 'own', "
         "'assembled', 'adapted', 'global'",
     ),
     "models of their own that are said to be global": (

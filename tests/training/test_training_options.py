@@ -103,7 +103,7 @@ def test_a_servers_optimizer_is_settled_when_a_run_begins(home):
 def test_servers_that_do_not_add_means_are_refused(home, names):
     config = from_dict(settings(home, server_optimizer="yogi") | {"methods": names})
     told = ", ".join(names[2:] or names)
-    with pytest.raises(Problem, match=f"the server of {told} does not just add: set it to none there$"):
+    with pytest.raises(Problem, match=f"the server of {told} does not just add: run it with --server-optimizer none$"):
         prepare(config)
     fine = from_dict(settings(home, server_optimizer="yogi") | {"methods": [*names[:2], "ditto"]})
     optimizer = optimizer_of(prepare(fine).config.run)  # the baseline sends nothing, and stays as it is

@@ -327,8 +327,8 @@ def check_evaluates(entry: Entry) -> None:
     elif method.evaluates != "global":
         same = all(difference(models["personal"], each[0]["personal"]) == 0 for models in each)
         assert not same, (
-            f"all clients predict with the same model: say evaluates = 'global' in place of {method.evaluates!r}; the "
-            f"values are {values}"
+            f"all clients predict with the same model: say evaluates = 'global' in place of {method.evaluates!r} (the "
+            f"values are {values}), or let defaults be such that clients differ after {len(COHORTS)} rounds"
         )
 
 

@@ -141,7 +141,7 @@ def other_values(kind: Any, now: Any, parts: Iterable[str] = ()) -> list[Any]:
     if isinstance(now, bool):
         return [not now]
     if isinstance(now, int):
-        return [now + 1, now + 2, now - 1, 0]
+        return [now + 1, now + 2, now - 1, 0, 1, 2]  # the toy has few samples: of a limit, small values bite
     if isinstance(now, float):
         return [now * 0.5 + 0.1, now * 0.5, now * 1.5, now + 1.0, now * 0.01]  # the last: a limit, made to bite
     return ["head", "body", "none", *parts]  # text names a part of the model

@@ -122,7 +122,8 @@ def task_clients(task: Task) -> Clients:
         return Split(split.x, y, split.size)
 
     train, val, test = (labelled(clients.split(name)) for name in SPLITS)
-    return Clients(clients.names, train, val, test, task=task)
+    assert clients.public is not None
+    return Clients(clients.names, train, val, test, task=task, public=labelled(clients.public))
 
 
 def disagreeing_clients(groups: int = 2, each: int = 3, samples: int = 40) -> Clients:

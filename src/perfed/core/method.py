@@ -302,7 +302,10 @@ class Method(ABC):
         down = self.broadcast(server, torch.arange(0))
         if leaves(down.own) or down.mask is not None:
             name = type(self).__name__
-            raise Problem(f"{name} keeps something for each client it knows, so it has nothing to send to a new one")
+            raise Problem(
+                f"{name} keeps something for each client it knows, so it has nothing to send to a new one, unless its "
+                "file says what: `newcomer(server)` returns a Down with that client's row in `own`"
+            )
         return down
 
     def global_model(self, server: State, /) -> Tensor:

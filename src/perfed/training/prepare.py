@@ -158,12 +158,12 @@ def _refuse_without_changes(run: RunConfig, methods: Mapping[str, Method]) -> No
     if run.server_optimizer == "none":
         return
     others = [name for name, method in methods.items() if not method.averages]
-    if len(others) < len(methods):
+    if len(methods) > 1:
         others = [name for name in others if name != BASELINE]
     if others:
         raise Problem(
             f"run.server_optimizer = {run.server_optimizer} steps along the mean of clients' changes, which the server "
-            f"of {', '.join(others)} does not just add: set it to none there"
+            f"of {', '.join(others)} does not just add: run it with --server-optimizer none"
         )
 
 
