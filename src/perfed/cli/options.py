@@ -81,7 +81,7 @@ class Typed(NamedTuple):
             assign(raw, text)
         config = from_dict(place_flags({**self.settings, **options}, names, raw))
         data.check(config.data)
-        models.check_name(config.model.name)
+        models.check_names(config.model)
         return config
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from perfed.core.networks import Networks
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Context:
         population: number of clients in all.
         cohort: number of clients that a round is meant to have.
         public: number of public samples, where the method needs such.
+        networks: the networks of the clients and who has which; None: all have the same one.
+        network: the number of the client's own network, in a function that runs for ONE client.
     """
 
     seed: int = 0
@@ -27,6 +32,8 @@ class Context:
     population: int = 0
     cohort: int = 0
     public: int = 0
+    networks: Networks | None = None
+    network: int = 0
 
 
 class Hidden:

@@ -50,7 +50,7 @@ class Up:
     mean: Any = ()
     own: Any = ()
     weight: Any = None
-    group: Tensor | None = None
+    group: Tensor | int | None = None
     loss: Tensor | None = None
     mask: Tensor | None = None
 

@@ -51,6 +51,7 @@ class Method(ABC):
         mixture: True where clients mix branches, with the weights that `weights(client)` returns.
         starts: the setting that says how many initial models there are, which must differ or stay equal for ever.
         warms_up: the setting that says after how many rounds a method's own begin; before them it is another one.
+        own_networks: True where clients may have networks that differ; `model` is then the client's own.
         context: where in a run its functions are called.
         averages: False where the server does not simply add the mean of `Up.mean`, the change of a model: no optimiser
             of a server steps in its place then.
@@ -89,6 +90,7 @@ class Method(ABC):
     sends_public: ClassVar[bool] = False
     refine_before: ClassVar[bool] = False
     extends_in: ClassVar[str] = ""
+    own_networks: ClassVar[bool] = False
 
     @classmethod
     def refuse_undeclared(cls) -> None:
@@ -133,9 +135,45 @@ class Method(ABC):
         Args:
             place: what changes in its context, such as `round=3`.
         """
+        if place.get("networks") is not None and not self.own_networks:
+            raise Problem(
+                f"{type(self).__name__} is not made for clients whose networks differ "
+                f"({', '.join(place['networks'].names)}): all need the same one"
+            )
         other = copy.copy(self)
         object.__setattr__(other, "context", replace(self.context, **place))  # frozen for everybody else
         return other
+
+    @property
+    def networks(self) -> tuple[Model, ...]:
+        """Return the models of all networks by number; one, where all clients have the same."""
+        several = self.context.networks
+        return (self.model,) if several is None else several.models
+
+    @property
+    def network_of(self) -> Tensor:
+        """Return the number of each client's network: [clients]."""
+        several = self.context.networks
+        if several is None:
+            return torch.zeros(self.context.population, dtype=torch.int64, device=self.model.device)
+        return several.where
+
+    def with_network(self, number: int) -> Self:
+        """Return this method as it is for clients with one of the networks, as for a server that trains each.
+
+        Args:
+            number: the network's.
+        """
+        other = self.at(network=number)
+        for name in self.computed_once():  # from the other model
+            vars(other).pop(name, None)
+        object.__setattr__(other, "model", self.networks[number])  # frozen for everybody else
+        return other
+
+    def own_model(self, id: int) -> Model:
+        """Return the model of a client's network."""
+        several = self.context.networks
+        return self.model if several is None else several.models[several.of[id]]
 
     @property
     def groups(self) -> int:
@@ -160,7 +198,7 @@ class Method(ABC):
     @property
     def one_for_all(self) -> bool:
         """Return True if all clients predict with one model, so that an evaluation may score their samples together."""
-        return self.evaluates == "global" and not self.fine_tune
+        return self.evaluates == "global" and not self.fine_tune and self.context.networks is None
 
     # ------------------------------------------------------------------ the six functions
 
@@ -316,6 +354,8 @@ class Method(ABC):
         Args:
             server: the server's state.
         """
+        if self.context.networks is not None:
+            raise Problem(f"{type(self).__name__} has no model for everybody: clients have networks that differ")
         if isinstance(server, Tensor):
             return server
         if leaves(server):

@@ -130,6 +130,7 @@ class Model:
         class_weights: Sequence[float] | None = None,
         apart: Collection[int] = (),
         task: Task | None = None,
+        width: int = 0,
     ):
         """Make a model.
 
@@ -142,6 +143,7 @@ class Model:
             class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
             apart: lengths that theta must not have, for they are those of other models.
             task: what is learned; None: classes.
+            width: length of theta, where it has to be longer than this network needs; 0: no longer.
         """
         if isinstance(build, nn.Module) or not callable(build):
             raise Problem(
@@ -172,7 +174,7 @@ class Model:
         self.P = sum(math.prod(s) for s in params.values())
         self.Q = sum(math.prod(s) for s in buffers.values())
         self.size = self.P + self.Q
-        self.width = -(-self.size // ALIGN) * ALIGN
+        self.width = max(-(-self.size // ALIGN) * ALIGN, width)
         while self.width in apart:
             self.width += ALIGN
         self._sizes = [math.prod(s) for s in self.shapes.values()] + [self.width - self.size]

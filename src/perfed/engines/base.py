@@ -184,14 +184,28 @@ class Training(NamedTuple):
                 if not isinstance(up, Up):
                     raise TypeError(f"client must return an Up, not {kind_of(up)}")
                 up = replace(up, mean=cut(up.mean, up.mask))  # whatever it has put there
+        self._refuse_mixed(up)
         for leaf in leaves((state, up.mean, up.own)):
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"local must return tensors in its state and in Up, not {type(leaf).__name__}")
         out = {"state": state, "mean": up.mean, "own": up.own, "weight": _weight(up.weight, data.size)}
         if up.loss is not None:
             out["loss"] = torch.as_tensor(up.loss, dtype=torch.float64, device=data.size.device)
-        more = {"group": up.group, "mask": up.mask, "looked": data.meter and data.meter.samples}
+        group = None if up.group is None else torch.as_tensor(up.group, device=data.size.device)
+        more = {"group": group, "mask": up.mask, "looked": data.meter and data.meter.samples}
         return out | {name: part for name, part in more.items() if part is not None}
+
+    def _refuse_mixed(self, up: Up) -> None:
+        """Refuse a mean of models whose entries mean something else at other clients."""
+        width, several = self.method.model.width, self.method.context.networks
+        if several is None or up.group is not None:
+            return
+        if any(isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[-1] == width for leaf in leaves(up.mean)):
+            raise Problem(
+                f"{type(self.method).__name__} averages models of clients whose networks differ "
+                f"({', '.join(several.names)}): Up(group=self.context.network) averages those of each network, or "
+                "Up.own keeps them apart"
+            )
 
     def _trained(self, result: Any) -> tuple[State, Up]:
         """Return what `local` gave, a client's state and its upload; refuse anything else."""
@@ -314,6 +328,24 @@ def _refuse_moved_and_made(job: Job) -> None:
         raise Problem(f"clients of {name} make samples of their own, which run.augment does not know how to move: none")
 
 
+def _computed(method: Method) -> Method:
+    """Return the method after computing what is computed once: here, as every exchange has a copy of its own."""
+    for name in method.computed_once():
+        getattr(method, name)
+    return method
+
+
+def other_form(method: Method, network: int, tensor: str, what: str) -> Problem:
+    """Return what is wrong where clients with another network have states or messages of another form."""
+    several = method.context.networks
+    assert several is not None  # nobody has another network
+    first, other = (f"'{several.names[number]}'" for number in (0, network))
+    return Problem(
+        f"{type(method).__name__}: with the network {other} '{tensor}' has another form than with {first} ({what}): "
+        "states and messages have one form for all networks, as rows of theta have"
+    )
+
+
 def kind_of(value: Any) -> str:
     """Return the name of a value's type for a sentence."""
     return "None" if value is None else type(value).__name__
@@ -362,29 +394,65 @@ class Engine(ABC):
             notice: is told in one line what is not as somebody may expect.
         """
         self.notice = notice
-        self.jobs = [self._prepared(job) for job in jobs]
+        self._prepare(jobs)
         self.train_scores = train_scores
         self.refining = [0.0 for _ in jobs]  # seconds of each run's server, since somebody has set them to 0
         self.extended = [Extensions() for _ in jobs]
         self.tables: dict[int, Grown] = {}  # with samples that were made up
         self.declared: dict[Any, Form] = {}  # by run and by the form of what clients received
-        self.states = [
-            States(job.method.init_client(), job.method.model.device, memory, job.folder) for job in self.jobs
+        self.states = [self._no_states(run, memory) for run in range(len(jobs))]
+
+    def _prepare(self, jobs: Sequence[Job]) -> None:
+        """Take jobs over, with models that make use of the machine."""
+        self.jobs = [self._prepared(job) for job in jobs]
+        # For each run its method with each of its networks.
+        several = [job.method.networks[1:] for job in self.jobs]
+        self.methods = [
+            [job.method, *(_computed(job.method.with_network(number)) for number, _ in enumerate(others, 1))]
+            for job, others in zip(self.jobs, several, strict=True)
         ]
 
     def _prepared(self, job: Job) -> Job:
-        """Return the job with a model that makes use of the machine."""
+        """Return the job with a model that makes use of the machine; of several networks that of the first."""
         _refuse_other_task(job)
         _refuse_moved_and_made(job)
-        model = FastModel.of(job.method.model, kernels=self.kernels).taking(job.clients.shape)
+        fast = lambda model: FastModel.of(model, kernels=self.kernels).taking(job.clients.shape)
         clients = visible(job.method, job.clients)
         run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))
         if job.method.public and clients.public is not None:
             run = replace(run, public=len(clients.public.y))
-        method = replace(job.method, model=model).at(**vars(run))
-        for name in method.computed_once():  # here, as every exchange has a copy of its own
-            getattr(method, name)
-        return replace(job, method=method, clients=clients)
+        several = job.method.context.networks
+        if several is None:
+            model = fast(job.method.model)
+        elif len(several.of) != len(clients):
+            raise Problem(f"{len(several.of)} clients have a network, but there are {len(clients)} clients")
+        else:
+            several = replace(several, models=tuple(map(fast, several.models)))
+            model, run = several.models[0], replace(run, networks=several)
+        return replace(job, method=_computed(replace(job.method, model=model).at(**vars(run))), clients=clients)
+
+    def _no_states(self, run: int, memory: Sequence[int | None]) -> States:
+        """Return a table of clients' states in which nobody has taken part."""
+        job, initial = self.jobs[run], [method.init_client() for method in self.methods[run]]
+        several, device = job.method.context.networks, job.method.model.device
+        if several is None:
+            return States(initial[0], device, memory, job.folder)
+        for number, state in enumerate(initial):
+            if wrong := fault({"state": kinds(state)}, {"state": kinds(initial[0])}):
+                raise other_form(job.method, number, *wrong)
+        return States(initial, device, memory, job.folder, several.of)
+
+    def own_task(self, work: Work, network: int) -> Training | Evaluation | Extending:
+        """Return the task of a piece of work, for clients with one of the networks."""
+        if len(self.methods[work.run]) == 1:
+            return work.task
+        method, place = work.task.method, {**vars(work.context), "network": network}
+        return work.task._replace(method=self.methods[work.run][network].at(**place).at_rate(method.lr))
+
+    def network_of(self, run: int, id: int) -> int:
+        """Return the number of a client's network."""
+        several = self.jobs[run].method.context.networks
+        return 0 if several is None else several.of[id]
 
     @property
     def method(self) -> Method:
@@ -617,8 +685,9 @@ class Engine(ABC):
 
     def _scorer(self, run: int) -> Scorer:
         job = self.jobs[run]
+        own = lambda id: self.methods[run][self.network_of(run, id)]
         clients = replace(job.clients, train=job.clients.train.in_order) if self.train_scores else job.clients
-        return Scorer(job.method, clients, self.splits(run), self._rate, self._key(run))
+        return Scorer(job.method, clients, self.splits(run), self._rate, self._key(run), own)
 
     # ------------------------------------------------------------------ clients' states
 

@@ -45,19 +45,21 @@ class States(MutableMapping[int, State]):
         device: torch.device | str = "cpu",
         budget: Sequence[int | None] = (None,),
         folder: Path | None = None,
+        of: Sequence[int] | None = None,
     ):
         """Make an empty table.
 
         Args:
-            initial: the state of a client that never took part.
+            initial: the state of a client that never took part; with `of` a list of several.
             device: where states are used.
             budget: bytes on the device, then bytes in the host's memory (one number where the device is the host);
                 None is no limit.
             folder: where rows lie that pass the last limit, in a file without a name that is gone when the process
                 is; None: the system's temporary folder.
+            of: which of the initial states each client has; None: there is one.
         """
-        self.device = torch.device(device)
-        self.initial = tree_map(lambda t: t.to(self.device), stack([initial]))
+        self.device, self.of = torch.device(device), of
+        self.initial = tree_map(lambda t: t.to(self.device), stack([initial] if of is None else initial))
         leaves, self.tree = flatten(self.initial)
         self.parts = [(t.shape[1:], t.dtype, prod(t.shape[1:]) * t.element_size()) for t in leaves]
         self.width = sum(size for *_, size in self.parts)  # bytes of a row
@@ -80,7 +82,7 @@ class States(MutableMapping[int, State]):
         Returns:
             Their states, stacked; the initial state for those who never took part.
         """
-        return self._tree(self._take(ids)) if self.width else rows(self.initial, [0] * len(ids))
+        return self._tree(self._take(ids)) if self.width else rows(self.initial, self._first(ids))
 
     def put(self, ids: Sequence[int], stacked: State) -> None:
         """Set the states of some clients.
@@ -89,7 +91,7 @@ class States(MutableMapping[int, State]):
             ids: the clients.
             stacked: their new states, of the form that the initial one has.
         """
-        before, after = form(self.initial), form(tree_map(lambda t: t[:1], stacked))
+        before, after = (form(tree_map(lambda t: t[:1], tree)) for tree in (self.initial, stacked))
         if before != after:
             raise TypeError(f"a client's state changed its form: {after}, not {before} (a row)")
         if self.width:
@@ -119,14 +121,22 @@ class States(MutableMapping[int, State]):
                 continue
             if len(here) == len(ids):  # all in one place: nothing to put together
                 return send(shelf.read(ids), self.device)
-            out = self._initial_rows(len(ids)) if out is None else out
+            out = self._initial_rows(ids) if out is None else out
             for places in self.portions(here):
                 packed = send(shelf.read([ids[row] for row in places]), self.device)
                 out.index_copy_(0, send(torch.tensor(places), self.device), packed)
-        return self._initial_rows(len(ids)) if out is None else out
+        return self._initial_rows(ids) if out is None else out
 
-    def _initial_rows(self, count: int) -> Tensor:
-        return self._bytes(self.initial).repeat(count, 1)
+    def _first(self, ids: Sequence[int]) -> list[int]:
+        """Return the places of these clients' initial states."""
+        return [0] * len(ids) if self.of is None else [self.of[id] for id in ids]
+
+    def _initial_rows(self, ids: Sequence[int]) -> Tensor:
+        packed = self._bytes(self.initial)
+        return packed.repeat(len(ids), 1) if self.of is None else packed.index_select(0, self._where(ids))
+
+    def _where(self, ids: Sequence[int]) -> Tensor:
+        return send(torch.tensor(self._first(ids)), self.device)
 
     def _store(self, level: int, ids: list[int], packed: Tensor) -> None:
         """Write rows to a shelf; where it is full, the rows that were written longest ago move to the next."""

@@ -22,7 +22,7 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import PUBLIC, derive, shuffle
 from perfed.core.tree import rows, stack, tree_map
-from perfed.engines.base import Engine, Failure, Results, Training, Work
+from perfed.engines.base import Engine, Failure, Results, Training, Work, other_form
 from perfed.engines.forms import Form, fault, kinds, most_frequent, specimen
 
 AT_ONCE = 2**18  # numbers that are made ready for a plain loop at once: they should stay in the cache
@@ -48,7 +48,8 @@ class Sequential(Engine):
         """Return the results of one client, or the error with which its training failed; other errors are raised."""
         key = derive(work.key, id)
         try:
-            return work.task(state, down, self._samples(work, id, key, done), key)
+            task = self.own_task(work, self.network_of(work.run, id))
+            return task(state, down, self._samples(work, id, key, done), key)
         except Problem:
             raise
         except Exception as error:
@@ -81,6 +82,8 @@ class Sequential(Engine):
             if isinstance(outcome, Exception):
                 failures.append(Failure(id, reason_of(outcome)))
             elif sent is not None and (wrong := fault(sent, usual)):
+                if network := self.network_of(work.run, id):
+                    raise other_form(work.task.method, network, *wrong)
                 failures.append(Failure(id, wrong[1], wrong[0]))
             else:
                 kept.append(row)

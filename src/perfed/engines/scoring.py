@@ -43,6 +43,7 @@ class Scorer:
     splits: tuple[str, ...]
     rate: Rate  # how the engine calls `method.rate`
     key: Tensor  # of the batches
+    own: Callable[[int], Method]  # the method with a client's own network
 
     @cached_property
     def samples_at_once(self) -> int:
@@ -128,18 +129,18 @@ class Scorer:
             y = torch.cat([source.y[first:last] for first, last in spans])
             for name, stacked in models.items():
                 outputs = []
-                for row, (first, last) in enumerate(spans):
-                    outputs += self._outputs(rows(stacked, row), split, first, last)
+                for row, (id, (first, last)) in enumerate(zip(ids, spans, strict=True)):
+                    outputs += self._outputs(rows(stacked, row), split, first, last, self.own(id))
                 nobody = torch.zeros(0, 1, dtype=self.method.model.dtype, device=y.device)  # nobody here has samples
                 whole, sizes = torch.cat(outputs or [nobody]), [last - first for first, last in spans]
                 table[name][split] = self.method.model.task.full(whole, y, sizes)
         return table
 
-    def _outputs(self, model: Any, split: str, first: int, last: int) -> list[Tensor]:
+    def _outputs(self, model: Any, split: str, first: int, last: int, method: Method | None = None) -> list[Tensor]:
         """Return a model's outputs for the samples from `first` to before `last`, in pieces."""
-        x, dtype = self.clients.split(split).x, self.method.model.dtype
-        outputs = []
+        x, method = self.clients.split(split).x, method or self.method
+        outputs, dtype = [], method.model.dtype
         for begin in range(first, last, self.samples_at_once):
             samples = x[begin : min(begin + self.samples_at_once, last)]
-            outputs.append(self.method.predict(model, self.clients.ready(samples, dtype)))
+            outputs.append(method.predict(model, self.clients.ready(samples, dtype)))
         return outputs

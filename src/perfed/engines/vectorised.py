@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -28,9 +28,20 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch, Model
 from perfed.core.random import derive, mix
 from perfed.core.tree import flatten, integers, send, tree_map, unflatten
-from perfed.engines.base import Engine, EvaluationReply, EvaluationRequest, Job, Reply, Request, Results, Work
+from perfed.engines.base import (
+    Engine,
+    EvaluationReply,
+    EvaluationRequest,
+    Job,
+    Reply,
+    Request,
+    Results,
+    Work,
+    other_form,
+)
 from perfed.engines.blocks import Block, BlockData, Runner, holding
 from perfed.engines.extension import Grown, view
+from perfed.engines.forms import fault, kinds
 from perfed.engines.local import reason_of
 from perfed.engines.rules import rules_told
 
@@ -103,9 +114,20 @@ class Vectorised(Engine):
             return tables[0].public_table, [0 for _ in tables]
         return join([table.public_table for table in tables]), list(range(len(tables)))
 
-    def _with_all_starts(self) -> dict[str, Model]:
-        seeds, models = [job.seed for job in self.jobs], models_of(self.method)
-        return {name: with_starts(model, seeds) for name, model in models.items()} if len(seeds) > 1 else models
+    def _with_all_starts(self) -> list[dict[str, Model]]:
+        """Return the models of each network, that of the clients and further ones, with the starts of all runs."""
+        seeds, all_models = [job.seed for job in self.jobs], [models_of(method) for method in self.methods[0]]
+        if len(seeds) == 1:
+            return all_models
+        return [{name: with_starts(model, seeds) for name, model in models.items()} for models in all_models]
+
+    def _seeded(self, method: Method, network: int = 0) -> Method:
+        """Return the method with models that begin, under vmap, as each row's own run does."""
+        several = method.context.networks
+        if several is not None:
+            models = tuple(models["model"] for models in self._models_of_all)
+            method = method.at(networks=replace(several, models=models))
+        return holding(method, self._models_of_all[network])
 
     # ------------------------------------------------------------------ with help, and without
 
@@ -132,7 +154,8 @@ class Vectorised(Engine):
         except Exception as error:  # the machine's, or somebody's own code's: the second time tells
             reason, what = reason_of(error), "recording" if self.runner.recorder else "compiling"
         else:
-            if self.runner.compile and any(model.draws for model in models_of(self.method).values()):
+            models = [model for method in self.methods[0] for model in models_of(method).values()]
+            if self.runner.compile and any(model.draws for model in models):
                 self.runner.compile = False
                 self.notice("steps whose dropout is a function are not compiled: they run as they are")
             return results
@@ -144,7 +167,7 @@ class Vectorised(Engine):
     def _do_without(self) -> None:
         self.kernels = False
         self.runner.recorder, self.runner.compile = None, False
-        self.jobs = [self._prepared(job) for job in self.jobs]
+        self._prepare(self.jobs)
         self._models_of_all = self._with_all_starts()
 
     @property
@@ -178,9 +201,17 @@ class Vectorised(Engine):
         size = [self.jobs[work.run].clients.train.size for work in works]
         order = [(place, row) for place, work in enumerate(works) for row in range(len(work.ids))]
         order.sort(key=lambda pair: -size[pair[0]][works[pair[0]].ids[pair[1]]])  # alike clients share a block
-        step = self.block or len(order)
-        blocks = [order[first : first + step] for first in range(0, len(order), step)]
-        out = [self._block(works, block) for block in blocks]
+        network = {pair: self.network_of(works[pair[0]].run, works[pair[0]].ids[pair[1]]) for pair in order}
+        order.sort(key=network.__getitem__)  # a block has one network
+        blocks = []
+        for number, clients in groupby(order, network.__getitem__):
+            rows = [*clients]
+            step = self.block or len(rows)
+            blocks += [(number, rows[first : first + step]) for first in range(0, len(rows), step)]
+        out = [self._block(works, rows, number) for number, rows in blocks]
+        for (number, _), part in zip(blocks, out, strict=True):
+            if number and (wrong := fault(kinds(part, 1), kinds(out[0], 1))):
+                raise other_form(works[0].task.method, number, *wrong)
         joined = tree_map(lambda *parts: parts[0] if len(parts) == 1 else torch.cat(parts), *out)
         if len(works) == 1 and order == sorted(order):
             return [Results(joined)]
@@ -228,7 +259,7 @@ class Vectorised(Engine):
             rate = torch.tensor([self.jobs[run].at(**vars(context)).lr], dtype=method.model.dtype)
             varied["lr"] = send(rate, key.device)
         if SEED in varied:
-            method = holding(method, self._models_of_all)
+            method = self._seeded(method)
 
         def refined(key: Tensor, size: Tensor, varied: dict[str, Tensor]) -> list[Tensor]:
             data = BlockData(block, key, {"train": size}, method.batch_size, method.epochs, None)
@@ -266,9 +297,10 @@ class Vectorised(Engine):
             return self._send([int(epochs) for epochs in done])
         return send(torch.tensor(done, dtype=torch.float64), self.method.model.device)
 
-    def _block(self, works: Sequence[Work], rows: list[tuple[int, int]]) -> dict[str, Any]:
+    def _block(self, works: Sequence[Work], rows: list[tuple[int, int]], network: int) -> dict[str, Any]:
         jobs = [self.jobs[work.run] for work in works]
-        method, task = works[0].task.method, works[0].task
+        task = self.own_task(works[0], network)
+        method = task.method
         ids = [works[place].ids[row] for place, row in rows]
         # Where their samples are in the table of all runs.
         table = tuple(self.offsets[works[place].run] + works[place].ids[row] for place, row in rows)
@@ -292,7 +324,7 @@ class Vectorised(Engine):
             rates = torch.tensor([work.task.method.lr for work in works], dtype=method.model.dtype)
             varied["lr"] = send(rates, where.device).index_select(0, whose)
         if SEED in varied:
-            method = holding(method, self._models_of_all)
+            method = self._seeded(method, network)
         shared = works[0].down.shared  # for all rows, where there is one run
         if len(works) > 1:
             shared = tree_map(lambda *t: torch.stack(t).index_select(0, whose), *(work.down.shared for work in works))
@@ -389,7 +421,8 @@ def _refuse_unlike(jobs: Sequence[Job]) -> None:
         theirs = job.method.model
         if name(job.method) != name(method) or type(job.wire) is not type(jobs[0].wire):
             raise Problem("runs that train together need the same method and the same treatment of uploads")
-        if theirs.shapes != model.shapes or theirs.dtype != model.dtype or theirs.device != model.device:
+        shapes, mine = ([each.shapes for each in networks] for networks in (job.method.networks, method.networks))
+        if shapes != mine or theirs.dtype != model.dtype or theirs.device != model.device:
             raise Problem("runs that train together need the same network, on one device")
         mine, other = method.context, job.method.context
         if (mine.population, mine.cohort, mine.public) != (other.population, other.cohort, other.public):

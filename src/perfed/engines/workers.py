@@ -19,7 +19,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
@@ -233,10 +233,8 @@ class Workers(Sequential):
 
     def _refine(self, run: int, context: Context, key: Tensor, server: State, cohort: Cohort | None) -> State:
         parts = None if cohort is None else tuple(getattr(cohort, part.name) for part in fields(cohort))
-        assignment = Assignment(
-            {"kind": "refine", "run": run, "context": vars(context), "key": int(key)}, lambda: (server, parts)
-        )
-        return self._spread((), [assignment])[0]
+        message = {"kind": "refine", "run": run, "place": _place(context), "key": int(key)}
+        return self._spread((), [Assignment(message, lambda: (server, parts))])[0]
 
     def _score_pieces(self, run: int, models: dict[str, Tensor], full: bool, pieces: list[Piece]) -> list[Any]:
         messages = [{"kind": "piece", "run": run, "full": full, "piece": list(piece)} for piece in pieces]
@@ -354,7 +352,8 @@ class Workers(Sequential):
             return self._scorer(run).full_scores(message["ids"], tensors)
         if kind == "refine":
             server, parts = tensors
-            context, cohort = Context(**message["context"]), None if parts is None else Cohort(*parts)
+            context = replace(self.jobs[run].method.context, **message["place"])
+            cohort = None if parts is None else Cohort(*parts)
             return super()._refine(run, context, torch.tensor(message["key"]), server, cohort)
         job, done = self.jobs[run], message["done"]
         method = job.at(**message["place"])
@@ -413,9 +412,19 @@ def _serve(
 
 def _about_work(work: Work) -> dict[str, Any]:
     """Return for JSON which run a piece of work is of, and where in it."""
-    place = {name: getattr(work.context, name) for name in ("round", "exchange", "phase")}
     counted = isinstance(work.task, Training) and work.task.counted
-    return {"run": work.run, "key": int(work.key), "place": place, "steps": work.steps, "counted": counted}
+    return {
+        "run": work.run,
+        "key": int(work.key),
+        "place": _place(work.context),
+        "steps": work.steps,
+        "counted": counted,
+    }
+
+
+def _place(context: Context) -> dict[str, Any]:
+    """Return for JSON what differs from place to place in a run; all else a worker knows."""
+    return {name: getattr(context, name) for name in ("round", "exchange", "phase")}
 
 
 def _about(error: Exception) -> dict[str, Any]:

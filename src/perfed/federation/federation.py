@@ -206,7 +206,7 @@ class Federation:
         if self.answers.lost:  # they were sent what the others were: it counts, though nothing comes back
             self.known.fail(self.answers.lost)
             down = method.broadcast(self.server, self._send(self.answers.lost))
-            self.traffic.count(method, len(self.answers.lost), down)
+            self._count(self.answers.lost, down)
 
     def _answers(self, wanted: Chosen, epochs: int) -> Answers:
         """Return who of those that are asked answers, and how much of the work each does; note it."""
@@ -259,7 +259,7 @@ class Federation:
             reply: what the engine answered.
         """
         before = self.traffic.down, self.traffic.up
-        self.traffic.count(self.method, len(request.ids), request.down, reply.uploads)
+        self._count(request.ids, request.down, reply)
         self.traffic.count_batches(self.method, self._samples(request, reply))
         if reply.looked is not None and reply.ids:
             down, up = self.traffic.down - before[0], self.traffic.up - before[1]
@@ -286,6 +286,19 @@ class Federation:
         self.took |= {id: self.took.get(id, 0) + each for id, each in zip(ids, seconds, strict=True)}
         self.known.note("seconds", {id: self.took[id] for id in ids})
         self.clock += max(seconds)
+
+    def _count(self, ids: Sequence[int], down: Down, reply: Reply | None = None) -> None:
+        """Count the bytes of an exchange; a row of theta has the size of the network of the client whose row it is."""
+        several, uploads = self.method.context.networks, None if reply is None else reply.uploads
+        if several is None:
+            self.traffic.count(self.method, len(ids), down, uploads)
+            return
+        for number, method in enumerate(self.engine.methods[self.run]):
+            places = several.members(number, ids)
+            theirs = Down(down.shared, rows(down.own, places), None if down.mask is None else down.mask[places])
+            if reply is not None:
+                uploads = only(reply.uploads, self._send(several.members(number, reply.ids)))
+            self.traffic.count(method, len(places), theirs, uploads)
 
     def _received(self, uploads: Uploads) -> Uploads:
         """Return uploads after the server half of what happens to them on their way."""
@@ -456,7 +469,8 @@ class Federation:
 
         None where the server has no such model: they predict with what the method makes of their initial state.
         """
-        if all(len(info.able) == len(info) for info in self.engine.infos):  # of all runs, which may be one batch
+        alike = self.method.context.networks is None
+        if not alike or all(len(info.able) == len(info) for info in self.engine.infos):  # of all runs: one batch
             return None
         try:
             theta = self.method.global_model(self.server)

@@ -105,6 +105,9 @@ class ServerOptimizer:
 def learned(method: Method, mean: Tensor) -> Tensor | None:
     """Return which numbers of a mean are changes of weights; None: it is no change of theta or of a part of it."""
     weights, numbers = method.model.weights.mask, mean.shape[-1] if mean.dim() else 0
+    if method.context.networks is not None:  # such a mean has a row for each of them
+        masks = torch.stack([model.weights.mask for model in method.networks])
+        return masks if mean.shape == masks.shape else None
     if numbers == method.model.width:
         return weights
     return weights[method.sent.index] if numbers == len(method.sent.index) else None

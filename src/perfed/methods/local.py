@@ -15,6 +15,7 @@ class Local(Method):
     evaluates = "own"
     category = "baseline"
     averages = False
+    own_networks = True
 
     def init_server(self, clients):
         return ()

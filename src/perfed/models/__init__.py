@@ -7,14 +7,14 @@ For other tasks `classes` is the number of labels, targets or tokens; of tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfed.core.errors import Problem, nearest
 from perfed.discover import load_member, members
-from perfed.models.config import ModelConfig
+from perfed.models.config import ModelConfig, without_folder
+from perfed.models.shares import Shares, share
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,6 +52,12 @@ def check_name(name: str) -> None:
         raise Problem(f"model.name: there is no network '{name}'{known} (your own: path.py:factory)")
 
 
+def check_names(config: ModelConfig) -> None:
+    """Refuse networks that do not exist; needs no torch and runs nothing."""
+    for name in config.names:
+        check_name(name)
+
+
 def make_network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> Callable[[], nn.Module]:
     """Make the factory of a network.
 
@@ -73,24 +79,53 @@ def make_network(config: ModelConfig, shape: tuple[int, ...], classes: int) -> C
     return lambda: network(shape, classes, config)
 
 
-def build(config: ModelConfig, clients: Clients, precision: str = "float32") -> Callable[[], nn.Module]:
-    """Make the factory of a network for these clients' samples, and try it.
+def make_networks(
+    config: ModelConfig, shape: tuple[int, ...], classes: int, clients: Sequence[str]
+) -> Callable[[], nn.Module] | Shares:
+    """Make the factory of the network that all clients have, or of all networks where they differ.
 
     Args:
-        config: names the network and holds its settings.
-        clients: those who train it.
+        config: names the networks and holds their settings.
+        shape: the shape of a sample.
+        classes: how many classes there are.
+        clients: the clients' names.
+
+    Returns:
+        A function that makes the network; or several, and who has which.
+    """
+    names, of = share(config, clients)
+    makes = [make_network(config.alone(name), shape, classes) for name in names]
+    titles = [without_folder(name or suits(shape)) for name in names]
+    if len({*titles}) < len(titles):
+        raise Problem(f"two networks are called alike ({', '.join(titles)}): rename a function or a file")
+    return makes[0] if len(makes) == 1 else Shares(dict(zip(titles, makes, strict=True)), of)
+
+
+def build(config: ModelConfig, clients: Clients, precision: str = "float32") -> Callable[[], nn.Module] | Shares:
+    """Make the factory of the network for these clients' samples, or of all networks, and try it.
+
+    Args:
+        config: names the networks and holds their settings.
+        clients: those who train them.
         precision: the numbers that the run computes in.
 
     Returns:
-        A function that makes the network, new at each call.
+        As `make_networks` does.
     """
+    config = config.renamed(lambda name: name or suits(clients.shape, clients.task.kind))
+    for name in share(config, clients.names)[0]:
+        _try(config.alone(name), clients, precision)
+    return make_networks(config, clients.shape, clients.task.outputs, clients.names)
+
+
+def _try(config: ModelConfig, clients: Clients, precision: str) -> None:
+    """Refuse a network that does not fit these clients' samples."""
     import torch
 
     from perfed.models.trial import refuse_other_gradients, refuse_unfit
 
-    name, dtype = config.name or suits(clients.shape, clients.task.kind), getattr(torch, precision)
-    make = make_network(replace(config, name=name), clients.shape, clients.task.outputs)
+    make = make_network(config, clients.shape, clients.task.outputs)
+    name, dtype = config.name, getattr(torch, precision)
     refuse_unfit(make, name, clients, dtype)
     if is_path(name):
         refuse_other_gradients(make, name, clients, dtype)
-    return make

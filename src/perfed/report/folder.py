@@ -30,7 +30,7 @@ def write_report(run: Run) -> Path:
     gain = f"{headline} minus that of Local" if run.sign > 0 else f"Local's {headline} minus that of the method"
     about = (
         f"# {visible(run.path.name)}\n\n{data.name}, {len(run.about['clients'])} clients, partition {data.partition}, "
-        f"network {run.config.model.name}, {up_to(config)} rounds, participation {config.participation:g}, "
+        f"network {run.config.model.title}, {up_to(config)} rounds, participation {config.participation:g}, "
         f"seed {config.seed}.\n{title}: {when}, each client's model on its own test samples. "
         f"Gain: {gain} for the same client; p: Wilcoxon signed-rank test over clients.\n\n"
     )

@@ -232,7 +232,7 @@ def card(run: Run, method: str, id: int, summary: dict[str, Any]) -> str:
         + "".join(f"- {plain_text(line)}\n" for line in _labels(run, client))
         + "".join(f"- {line}\n" for line in about)
         + (f"- task: {task.in_words}; {task.reading}\n" if task.kind != "classification" else "")
-        + f"- network: {run.config.model.name}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
+        + f"- network: {plain_text(run.network_name(id))}; rounds: {summary['rounds']}; seed: {run.config.run.seed}\n\n"
         f"{shares} on this client's own samples, {when}:\n\n"
         + markdown(("method", *(SHOWN[key] for key in shown)), rows)
         + "\nLoad it from the run folder (three folders up):\n\n```python\nimport perfed\n\n"

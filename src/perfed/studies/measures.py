@@ -16,7 +16,7 @@ from perfed.core.further import models_of
 from perfed.core.tree import leaves
 from perfed.engines.scores import PERSONAL
 from perfed.federation.traffic import count_bytes
-from perfed.models import make_network
+from perfed.models import make_networks
 from perfed.studies.method_costs import passes
 from perfed.training.catalog import Entry
 from perfed.training.config import Config
@@ -207,10 +207,11 @@ def memory(config: Config, entry: Entry, about: dict[str, Any]) -> dict[str, int
         entry: the method.
         about: who the run's clients are.
     """
-    task = task_of_run(about)
-    count, network = len(about["clients"]), make_network(config.model, tuple(about["shape"]), task.outputs)
-    method = make_method(config, entry, network, count, task=task)
-    method = replace(method, model=method.model.taking(tuple(about["shape"]))).at(**vars(method.context))
+    task, names = task_of_run(about), [client["name"] for client in about["clients"]]
+    network = make_networks(config.model, tuple(about["shape"]), task.outputs, names)
+    count, method = len(names), make_method(config, entry, network, len(names), task=task)
+    widest = max(method.networks, key=lambda model: model.size)  # rows of theta are as wide as its own
+    method = replace(method, model=widest.taking(tuple(about["shape"]))).at(**vars(method.context))
     sizes = {model.width: model.size for model in models_of(method).values()}
     tensors = lambda state: [leaf for leaf in leaves(state) if not isinstance(leaf, int | float)]
     size = lambda state: int(count_bytes(tensors(state), sizes))
@@ -226,26 +227,33 @@ def epochs(run: Run, method: str) -> float | None:
 def flops(run: Run, method: str) -> int | None:
     """Count the floating-point operations of all local training, evaluations aside, as this implementation computes it.
 
-    Per sample: forward and backward pass of the network, counted by torch from its layers. Samples: those of every
-    participant in every round, with the extra passes that the method makes, counted by `passes`. None where there were
-    clients that did a part of that.
+    Per sample: forward and backward pass of the client's network, counted by torch from its layers. Samples: those of
+    every participant in every round, with the extra passes that the method makes, counted by `passes`. None where
+    there were clients that did a part of that.
     """
-    _, counts = _work(run, method)
-    if counts is None:
-        return None
-    forward, backward = network_flops(run.path)
-    return int(counts[0] * (forward + backward) + counts[1] * forward)
+    total, several = 0.0, run.networks
+    for id in [several.of.index(number) for number in sorted({*several.of})] if several else [0]:
+        _, counts = _work(run, method, None if several is None else several.of[id])
+        if counts is None:
+            return None
+        forward, backward = network_flops(run.path, id)
+        total += counts[0] * (forward + backward) + counts[1] * forward
+    return int(total)
 
 
-def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
+def _work(run: Run, method: str, network: int | None = None) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the sizes of all participants in all rounds, and the sample passes that they made.
 
     The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None where some
-    did a part.
+    did a part. With `network` only clients that have it count.
     """
-    sizes_of = {client["name"]: (client["train"], client["val"]) for client in run.about["clients"]}
+    of = run.networks.of if run.networks else [None] * len(run.about["clients"])
+    clients = [
+        client for client, number in zip(run.about["clients"], of, strict=True) if number == network or network is None
+    ]
+    sizes_of = {client["name"]: (client["train"], client["val"]) for client in clients}
     lines = run.folder.method(method).rounds()
-    sizes = [sizes_of[name] for line in lines for name in line["cohort"]]
+    sizes = [sizes_of[name] for line in lines for name in line["cohort"] if name in sizes_of]
     sizes = np.array(sizes).reshape(-1, 2)  # [0, 2] where nobody ever answered
     if run.config.run.stragglers or run.config.system.affordable_max or any("epochs" in line for line in lines):
         return sizes, None
@@ -256,10 +264,10 @@ def _work(run: Run, method: str) -> tuple[np.ndarray, np.ndarray | None]:
 
 
 @functools.lru_cache(maxsize=64)
-def network_flops(folder: Path) -> tuple[int, int]:
-    """Count the operations of a sample's forward and backward pass through a run's network."""
+def network_flops(folder: Path, id: int = 0) -> tuple[int, int]:
+    """Count the operations of a sample's forward and backward pass through the network of a run's client."""
     run = Run(folder)
-    network, samples = run.network().train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
+    network, samples = run.network(id).train(), torch.rand(2, *run.about["shape"])  # two: BatchNorm needs them
     samples = samples.long() if run.about.get("tokens") else samples
     with FlopCounterMode(display=False) as counter:
         loss = network(samples).sum()

@@ -351,6 +351,7 @@ def flags() -> dict[str, tuple[str, dataclasses.Field[Any]]]:
     for section, kind in SECTIONS.items():
         for setting in dataclasses.fields(kind):
             name = {"name": section, "dir": f"{section}_dir"}.get(setting.name, setting.name)
+            name = "model_clients" if (section, name) == ("model", "clients") else name  # data has clients, too
             options[name] = (section, setting)
     return options
 

@@ -179,11 +179,11 @@ class SettingsFolder:
         if isinstance(raw.get("methods"), list):
             raw["methods"] = [self._inside(name) if catalog.is_file(name) else name for name in raw["methods"]]
         config = from_dict(raw)
-        if is_path(config.model.name):
-            path, colon, factory = config.model.name.partition(":")
-            model = dataclasses.replace(config.model, name=self._inside(path) + colon + factory)
-            return dataclasses.replace(config, model=model)
-        return config
+        return dataclasses.replace(config, model=config.model.renamed(self._network_inside))
+
+    def _network_inside(self, name: str) -> str:
+        path, colon, factory = name.partition(":")
+        return self._inside(path) + colon + factory if is_path(name) else name
 
     def _inside(self, name: str) -> str:
         """Return the path of one of the folder's own copies: a configuration cannot name code elsewhere."""
@@ -200,12 +200,14 @@ class SettingsFolder:
         """Copy the user's files into the folder; return the configuration that names the copies."""
         names = [self._copy(entry.file) if not entry.shipped else entry.name for entry in config.entries()]
         model, data = config.model, config.data
-        if is_path(model.name):
-            path, _, factory = model.name.rpartition(":")
-            model = dataclasses.replace(model, name=f"{self._copy(Path(path).expanduser())}:{factory}")
+        model = model.renamed(self._with_copy)
         if data.dir is not None:  # a run may be resumed from another folder
             data = dataclasses.replace(data, dir=str(Path(data.dir).expanduser().resolve()))
         return dataclasses.replace(config, methods=tuple(names), model=model, data=data)
+
+    def _with_copy(self, name: str) -> str:
+        path, _, factory = name.rpartition(":")
+        return f"{self._copy(Path(path).expanduser())}:{factory}" if is_path(name) else name
 
     def _copy(self, path: Path) -> str:
         """Copy a file of the user's into the folder; returns the name by which the configuration knows the copy."""

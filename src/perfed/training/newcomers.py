@@ -136,6 +136,11 @@ def personalise(
         Local's, which trained as long as the run did.
     """
     before = run.result(name)["rounds"]
+    if run.networks:
+        raise Problem(
+            f"the clients of '{run.path}' have networks that differ ({', '.join(run.networks.makes)}), and none of "
+            "them is a newcomer's: train a run with one network for newcomers"
+        )
     visit = _prepare(run, name, data, fine_tune)
     visit.method(run.entries[name])  # refuses what has nothing to send to newcomers, before anything is written
     folder = create(visit, out, newcomers={"run": str(run.path.resolve()), "method": name})

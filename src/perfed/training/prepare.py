@@ -25,6 +25,7 @@ from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem, SettingsProblem, few
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.core.networks import Networks
 from perfed.core.rates import Rates
 from perfed.core.task import Task
 from perfed.data import load
@@ -38,6 +39,7 @@ from perfed.federation.federation import cohort_size
 from perfed.federation.optimizers import ServerOptimizer
 from perfed.federation.system import System
 from perfed.models import build, suits
+from perfed.models.shares import Shares, share
 from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
@@ -59,7 +61,7 @@ class Experiment:
     Attributes:
         config: every setting, spelled out.
         clients: their samples, on the device.
-        network: builds the network.
+        network: builds the network; or the networks, where those of clients differ.
         device: where the training is.
         engine: what carries out the rounds.
         notices: sentences that are said before the training begins.
@@ -67,7 +69,7 @@ class Experiment:
 
     config: Config
     clients: Clients
-    network: Callable[[], nn.Module]
+    network: Callable[[], nn.Module] | Shares
     device: str
     engine: str
     notices: tuple[str, ...] = ()
@@ -106,7 +108,7 @@ def class_weights(run: RunConfig, counts: Sequence[int]) -> tuple[float, ...] | 
 def make_method(
     config: Config,
     entry: catalog.Entry,
-    network: Callable[[], nn.Module],
+    network: Callable[[], nn.Module] | Shares,
     clients: int,
     device: str = "cpu",
     class_weights: Sequence[float] | None = None,
@@ -117,7 +119,7 @@ def make_method(
     Args:
         config: the configuration.
         entry: which of its methods.
-        network: builds the network.
+        network: builds the network, or the networks.
         clients: how many there are in all.
         device: where its tensors are.
         class_weights: what a sample's loss is multiplied by, for each class; None: nothing.
@@ -128,12 +130,17 @@ def make_method(
     """
     run = config.run
     dtype = getattr(torch, run.precision)
-    about = {"dtype": dtype, "device": device, "class_weights": class_weights, "task": task}
-    model = Model(network, head=config.model.head, **about)
+    about = {"head": config.model.head, "dtype": dtype, "device": device, "class_weights": class_weights, "task": task}
+    if isinstance(network, Shares):
+        several = Networks.of_one_width(network.makes, network.of, **about)
+        models = several.models
+    else:
+        several, models = None, (Model(network, **about),)
     kind, settings = entry.load(), config.settings(entry)
     try:
         cohort = cohort_size(clients, run.participation)
-        return kind(model, **settings).at(seed=run.seed, population=clients, cohort=cohort)
+        method, *_ = [kind(model, **settings) for model in models]  # it may refuse any of them
+        return method.at(seed=run.seed, population=clients, cohort=cohort, networks=several)
     except Problem as problem:
         raise SettingsProblem(str(problem)) from problem
     except TypeError as error:  # a function that it must have is missing, or @dataclass(frozen=True)
@@ -195,13 +202,18 @@ def prepare(config: Config) -> Experiment:
     config, told = _with_public(config)
     clients = augmented(load_clients(config.data, config.run.seed), config.run)
     _refuse_without_scores(config.run, clients)
-    model = dataclasses.replace(config.model, name=config.model.name or suits(clients.shape, clients.task.kind))
+    model = config.model.renamed(lambda name: name or suits(clients.shape, clients.task.kind))
+    names, _ = share(model, clients.names)
+    model = model if len(names) > 1 else model.alone(names[0])
     data = dataclasses.replace(config.data, partition=scheme(config.data))
     data = dataclasses.replace(data, normalise=resolve(data, clients.shape), task=clients.task.kind)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network, notices = build(model, clients, config.run.precision), (*told, *clients.notices)
-    why = unbatchable(network, clients, getattr(torch, config.run.precision)) if engine == "vectorised" else ""
+    makes = network.makes.values() if isinstance(network, Shares) else [network]
+    dtype = getattr(torch, config.run.precision)
+    reasons = (unbatchable(make, clients, dtype) for make in makes if engine == "vectorised")
+    why = next(filter(None, reasons), "")
     if why and config.run.engine == engine:
         raise Problem(f"the network cannot be run for many clients at once: {why}; use --engine sequential")
     if why:
@@ -306,7 +318,7 @@ def create(experiment: Experiment, out: Path | None, newcomers: dict[str, str] |
     folder = RunFolder(out or Path("runs") / f"{name}_{unique}")
     folder.create()
     came_to = {} if newcomers is None else {"newcomers": newcomers}
-    folder.write_clients(describe(experiment.clients) | came_to)
+    folder.write_clients(describe(experiment.clients, experiment.network) | came_to)
     folder.write_environment(environment(experiment))
     picked = dataclasses.replace(config.run, engine=experiment.engine, device=experiment.device)
     config = _spelled_out(dataclasses.replace(config, run=picked))
@@ -341,13 +353,19 @@ def reopen(
     return experiment
 
 
-def describe(clients: Clients) -> dict[str, Any]:
-    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same."""
+def describe(clients: Clients, network: Any = None) -> dict[str, Any]:
+    """Say who the clients are and what a sample looks like; the digest tells whether the data are still the same.
+
+    Args:
+        clients: the clients.
+        network: that of all, which is not described, or `Shares`.
+    """
     listed = []
     names, counts = stratum_names(clients), stratum_counts(clients, *SPLITS)
     for id, name in enumerate(clients.names):
         sizes = {split: clients.split(split).size[id] for split in SPLITS}
-        listed.append({"name": name, **sizes, "labels": {}})
+        own = {"network": network.name(id)} if isinstance(network, Shares) else {}
+        listed.append({"name": name, **own, **sizes, "labels": {}})
     for (id, label), count in zip(np.argwhere(counts).tolist(), counts[counts > 0].tolist(), strict=True):
         listed[id]["labels"][names[label]] = count
     return {
@@ -459,7 +477,7 @@ def check_same(experiment: Experiment, folder: RunFolder, notice: Callable[[str]
         folder: the run as it was.
         notice: is told what may change results in their last bits.
     """
-    before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients)))
+    before, now = folder.raw_clients(), json.loads(json.dumps(describe(experiment.clients, experiment.network)))
     if before.get("labels") is None and now["labels"] == known_labels({**now, "labels": None}):
         now["labels"] = None  # before perfed 0.2, labels that are whole numbers had no names
     if differ := ", ".join(key for key in before if not _as_before(before[key], now.get(key))):

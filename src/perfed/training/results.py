@@ -18,9 +18,10 @@ from perfed.core.task import Task
 from perfed.data.preparation import Preparation
 from perfed.data.records import Records, from_frame, is_frame, numbers_alone
 from perfed.engines.scores import PERSONAL, plain
-from perfed.models import make_network
+from perfed.models import make_networks
 from perfed.models.predictor import Predictor, dtype_of
 from perfed.models.raw_rows import OnRawRows
+from perfed.models.shares import Shares
 from perfed.training.config import Config
 from perfed.training.folder import MANY, RunFolder, preparation_of, task_of_run
 from perfed.training.prepare import BASELINE, MAJORITY, headline, known_labels, make_method
@@ -78,7 +79,7 @@ class ClientModel:
 
     def _network(self) -> nn.Module:
         self.run.refuse_changed_network(self.method)
-        network = self.run.network()
+        network = self.run.network(self.id)
         try:
             state, tree = self.run.folder.method(self.method).load_model(self.path)
         except FileNotFoundError:
@@ -86,7 +87,7 @@ class ClientModel:
                 f"client '{self.name}' has no model of {self.method}: the run kept none (--save-models), or it is lost"
             ) from None
         if tree is not None:
-            return Predictor(self.run.made(self.method), tree).eval()
+            return Predictor(self.run.made(self.method, self.id), tree).eval()
         known = network.state_dict()
         real = [key for key in state if key in known and known[key].is_floating_point()]
         if not real:
@@ -100,7 +101,7 @@ class ClientModel:
             network.load_state_dict(network.state_dict() | state)
         except RuntimeError:
             raise Problem(f"'{self.path}' does not fit the run's network") from None
-        method = self.run.made(self.method)
+        method = self.run.made(self.method, self.id)
         if method.has_own_predict():
             return Predictor(method, method.model.flat(network.state_dict())).eval()
         return network.eval()
@@ -198,8 +199,14 @@ class Run:
         return list(self.entries)[-1]
 
     @cached_property
-    def _network(self) -> Callable[[], nn.Module]:
-        return make_network(self.config.model, tuple(self.about["shape"]), self.task.outputs)
+    def _network(self) -> Callable[[], nn.Module] | Shares:
+        names = [client["name"] for client in self.about["clients"]]
+        return make_networks(self.config.model, tuple(self.about["shape"]), self.task.outputs, names)
+
+    @property
+    def networks(self) -> Shares | None:
+        """The networks of the clients, and who has which; None: all have the same one."""
+        return self._network if isinstance(self._network, Shares) else None
 
     @cached_property
     def task(self) -> Task:
@@ -221,10 +228,15 @@ class Run:
         """Return -1 where less of the headline is better, else 1."""
         return self.task.sign(self.judged)
 
-    def made(self, method: str) -> Method:
-        """Return a method with the run's settings, as it predicts with the clients' models."""
-        count = len(self.about["clients"])
-        return make_method(self.config, self.entries[method], self._network, count, task=self.task)
+    def made(self, method: str, id: int = 0) -> Method:
+        """Return a method with the run's settings, as it predicts with a client's models.
+
+        Args:
+            method: the method's name.
+            id: the client, whose network it has.
+        """
+        made = make_method(self.config, self.entries[method], self._network, len(self.about["clients"]), task=self.task)
+        return made if self.networks is None else made.with_network(self.networks.of[id])
 
     @property
     def labels(self) -> list[str]:
@@ -281,9 +293,21 @@ class Run:
             parts.append(f"mean, weighted, worst tenth and gain are of {title}{less}")
         return "; ".join(parts)
 
-    def network(self) -> nn.Module:
-        """Return a fresh network of this run's kind."""
-        return self._network()
+    def network(self, id: int = 0) -> nn.Module:
+        """Return a fresh network of this run's kind.
+
+        Args:
+            id: the client whose network it is, where they differ.
+        """
+        return self._network.make(id)() if isinstance(self._network, Shares) else self._network()
+
+    def network_name(self, id: int) -> str:
+        """Return the name of a client's network.
+
+        Args:
+            id: the client.
+        """
+        return self.networks.name(id) if self.networks else self.config.model.name
 
     def result(self, method: str) -> dict[str, Any]:
         """Return what a method's training ended with.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perfed.models import is_path
+from perfed.models.config import without_folder
 from perfed.training import catalog
 from perfed.training.config import NEUTRAL, SECTIONS, Config
 from perfed.training.files import shown
@@ -52,6 +53,10 @@ def decisive(config: Config, entry: catalog.Entry, clients: dict[str, Any]) -> S
     if is_path(config.model.name):
         path, _, flat["model.name"] = config.model.name.rpartition(":")
         flat["model.py"] = _digest(Path(path).expanduser())
+    for name in filter(is_path, config.model.names if config.model.networks or config.model.clients else []):
+        flat[f"model.{without_folder(name)}"] = _digest(Path(name.rpartition(":")[0]).expanduser())
+    bare = config.model.renamed(without_folder)
+    flat |= {"model.networks": bare.networks, "model.clients": bare.clients}
     flat["data.digest"] = clients.get("digest")
     return json.loads(json.dumps({key: value for key, value in flat.items() if key not in _ELSEWHERE}))
 

@@ -220,7 +220,7 @@ class MethodRun:
             self._say(f"{self.entry.name} cannot be vectorised: its clients run one by one")
         if on_gpu and config.fast and not config.compile and not can_record(config, "cuda"):
             self._say("Triton is not installed: steps run as they are, several times slower")
-        if config.compile and on_gpu and self.method.model.keyed:
+        if config.compile and on_gpu and any(model.keyed for model in self.method.networks):
             self._say("steps with dropout are not compiled on a GPU: they run as they are")
 
     def saver(self, last: bool) -> Save | None:
@@ -229,12 +229,12 @@ class MethodRun:
 
     def _save_client(self) -> Save:
         """Return what writes a client's models into the client's folder."""
-        model, method, about = self.method.model, self.entry.name, self.run_folder.clients()
+        method, about = self.entry.name, self.run_folder.clients()
         homes = [self.folder.client(client["folder"]) for client in about["clients"]]
         form = [preparation_of(about, client["name"]) for client in about["clients"]]
 
         def save(id: int, models: dict[str, Any]) -> None:
-            self.saved |= save_models(self.folder.files, model, homes[id], method, models, form[id])
+            self.saved |= save_models(self.folder.files, self.method.own_model(id), homes[id], method, models, form[id])
 
         return save
 
@@ -302,6 +302,9 @@ class MethodRun:
             result["best"] = {"round": self.best[0], "validation": self.best[1]}
         result |= {"evaluates": method.evaluates, "bytes": dataclasses.asdict(federation.traffic)}
         result |= {"clients": self.scores.by_client(), "parameters": method.model.P}
+        if several := method.context.networks:  # of each of them, and the number of each client's
+            parameters = {name: model.P for name, model in zip(several.names, several.models, strict=True)}
+            result |= {"parameters": parameters, "networks": list(several.of)}
         log = self.folder.rounds()
         if federation.fallible:
             result["faults"] = tally(log)
