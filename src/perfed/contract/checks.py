@@ -20,6 +20,8 @@ from torch import Tensor
 from perfed.contract.toy import (
     CLASSES,
     COHORTS,
+    NETWORKS,
+    SIZES,
     TASKS,
     disagreeing_clients,
     job,
@@ -32,6 +34,7 @@ from perfed.contract.toy import (
 from perfed.core.clients import Clients
 from perfed.core.errors import Problem
 from perfed.core.method import Method
+from perfed.core.networks import Networks
 from perfed.core.rates import Rates
 from perfed.core.tree import leaves
 from perfed.engines.base import Engine, Job
@@ -162,6 +165,16 @@ def check_engines(entry: Entry, network: str, engine: str) -> None:
     if network not in networks(entry) or (engine.startswith("vectorised") and not make().vectorised):
         return
     compare(play(ENGINES[engine](make(), toy_clients())), reference(make()), f"{engine} ({network} network)")
+
+
+def check_networks(entry: Entry) -> None:
+    """Compare all engines with the sequential one where clients have networks that differ."""
+    builds = {name: NETWORKS[name] for name in networks(entry)}
+    several = Networks.of_one_width(builds, [id % len(builds) for id in range(len(SIZES))], dtype=torch.float64)
+    method = dataclasses.replace(maker(entry)(), model=several.models[0]).at(networks=several)
+    for name, engine in ENGINES.items():
+        if method.vectorised or not name.startswith("vectorised"):
+            compare(play(engine(method)), reference(method), f"{name} (networks that differ)")
 
 
 def _fail(notice: str) -> None:

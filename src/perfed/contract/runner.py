@@ -57,6 +57,7 @@ FOLLOWS = (
     Check("every hyper-parameter matters", settings.check_settings),
     Check(LEARNS, checks.check_learns),
 )
+DIFFER = Check("every engine takes clients whose networks differ", checks.check_networks)
 BATCHED = (
     Check("compiled steps equal plain ones", checks.check_compiled),
     Check("several runs in one batch equal each alone", checks.check_together),
@@ -81,7 +82,8 @@ def plan(entry: Entry) -> list[Check]:
             run = partial(checks.check_engines, network=network, engine=engine)
             engines.append(Check(title(engine, network), run, (*needs, *before)))
     batched = tuple(check.title for check in engines if check.title.startswith("vectorised"))
-    later = [check._replace(needs=causes) for check in FOLLOWS]
+    follows = (*FOLLOWS, *([DIFFER] if entry.load().own_networks and len(suited) > 1 else []))
+    later = [check._replace(needs=causes) for check in follows]
     return [*RULES, *engines, *(check._replace(needs=(*causes, *batched)) for check in BATCHED), *later]
 
 
