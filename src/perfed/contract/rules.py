@@ -371,11 +371,10 @@ def check_frozen(entry: Entry) -> None:
 
 
 def _check_moved(make: MakeMethod) -> None:
-    method, outcome = make(), reference(make())
+    method, outcome = trained(make()).method, reference(make())  # as an engine knows it: what samples are like
     model = method.model
     buffers = model.everything.mask & ~model.weights.mask
-    client = method.at(population=len(SIZES)).init_client()
-    before = method.init_server(len(SIZES)), client, model.init(method.context.seed)
+    before = method.init_server(len(SIZES)), method.init_client(), model.init(method.context.seed)
     start = model.init(method.context.seed)[buffers]
     assert len(leaves(before)), "a method without any tensors"
     moved = [theta[buffers] for named in outcome.models.values() for theta in thetas_of(model, named["personal"])]
