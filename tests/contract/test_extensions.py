@@ -155,6 +155,7 @@ def test_training_scores_are_those_of_the_samples_that_were_trained_on(kind):
     assert "train" in scores[0]["personal"]
 
 
+@pytest.mark.slow
 def test_records_go_on_when_others_get_samples():
     pytest.importorskip("triton")
     engine = Vectorised(Job(REBALANCED(), toy.toy_clients((20, 20, 20, 20)), seed=5), fast=True)

@@ -261,6 +261,7 @@ def test_servers_of_several_runs(clients):
         assert checks.difference(batched.server, single.server) < 1e-12
 
 
+@pytest.mark.slow
 def test_steps_of_servers_of_several_runs_are_recorded_once():
     pytest.importorskip("triton")
     jobs = [Job(Distilled(toy_model(), **SETTINGS), toy.toy_clients(), seed=seed) for seed in (0, 3)]

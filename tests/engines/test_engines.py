@@ -266,7 +266,7 @@ def test_a_tree_needs_a_method_that_predicts_with_it(clients):
     with pytest.raises(Problem, match=r"not a dict of 'theta', 'mean': a model of another form needs a function `pred"):
         federation.evaluate()
     tuned = Federation(Sequential(Job(Neighbours(Model(plain_net, dtype=torch.float64), fine_tune=1), clients)))
-    with pytest.raises(Problem, match="must return theta"):
+    with pytest.raises(Problem, match="needs a function `tuned"):
         tuned.evaluate()
 
 

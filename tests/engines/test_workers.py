@@ -1,5 +1,6 @@
 """Worker processes that are killed, whose parent is killed, and that get little memory: results stay as they are."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -33,9 +34,10 @@ class Killed(Ditto):
     predicting: str = ""
 
     def strike(self, path):
-        if path and Path(path).exists():
-            Path(path).unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):  # two processes may see the file, and one takes it away
+            if path:
+                Path(path).unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def local(self, client, down, data):
         result = super().local(client, down, data)
