@@ -140,8 +140,8 @@ class Method(ABC):
                 f"{type(self).__name__} is not made for clients whose networks differ "
                 f"({', '.join(place['networks'].names)}): all need the same one"
             )
-        other = copy.copy(self)
-        object.__setattr__(other, "context", replace(self.context, **place))  # frozen for everybody else
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), context=replace(self.context, **place))  # frozen for everybody else
         return other
 
     @property

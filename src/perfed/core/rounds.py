@@ -142,7 +142,8 @@ class Known:
 
     def fail(self, ids: Sequence[int]) -> None:
         """Note who sent nothing usable."""
-        self.table["failed"][list(ids)] += 1
+        if ids:
+            self.table["failed"][list(ids)] += 1
 
     def note(self, name: str, numbers: Mapping[int, float]) -> None:
         """Note numbers about clients that took part, as one of the table's columns."""

@@ -108,6 +108,7 @@ class Federation:
     optimizer: ServerOptimizer | None = None
 
     def __post_init__(self) -> None:
+        self._method: tuple[Method, Method] | None = None  # the engine's, and the same one between two rounds
         if self.server is None:
             try:
                 self.server = self.method.init_server(len(self.clients))
@@ -131,7 +132,10 @@ class Federation:
     @property
     def method(self) -> Method:
         """The run's method, as it is between two rounds."""
-        return self.engine.jobs[self.run].method.at(round=self.round)
+        method = self.engine.jobs[self.run].method
+        if self._method is None or self._method[0] is not method or self._method[1].context.round != self.round:
+            self._method = method, method.at(round=self.round)  # it is asked for many times in a round
+        return self._method[1]
 
     def _now(self, exchange: int, phase: str) -> Method:
         """Return the method as it is in an exchange of the round that goes on."""
