@@ -119,7 +119,8 @@ def test_who_is_asked_when():
         requests.append((request.exchange, request.phase, list(request.ids), request.steps))
     fed.end()
     first, second = sorted(largest[:3]), sorted([largest[0], largest[3]])
-    assert requests == [(0, "pair", first, None), (1, "pair", second, None)]  # all had taken part before
+    joining = (-1, "join", sorted({*first, *second}), None)
+    assert requests == [joining, (0, "pair", first, None), (1, "pair", second, None)]
     ids = fed.step()
     assert len(ids) == 3
     assert fed.known.asked.tolist() == [3 if id in ids else 2 if id in {*first, *second} else 1 for id in range(5)]
@@ -267,3 +268,68 @@ def test_the_context_says_where_a_run_is():
     assert replace(there, lr=0.5).context == method.context
     with pytest.raises(Problem, match=r"FedAvg reads self.seed: what the run decides is in self.context.seed"):
         _ = method.seed
+
+
+@dataclass(frozen=True)
+class Faulty(Joining):
+    """Joining, but for the client of 3 samples, which spoils its first greeting: it does so where `client` is 0."""
+
+    def local_greet(self, client, down, data):
+        spoilt = torch.where(data.size == 3, torch.nan, 0.0)
+        return client + 1, Up(mean=0 * down.shared + spoilt)
+
+
+def test_who_fails_in_its_first_exchange_has_another_one():
+    fed = Federation(Sequential(job(Faulty)))
+    for cohort in [(0, 1, 2), (0, 1, 2)]:
+        fed.begin(cohort)
+        asked = []
+        for request in fed.requests():
+            (reply,) = fed.engine.exchange([request])
+            fed.receive(request, reply)
+            asked.append((request.phase, list(request.ids)))
+        fed.end()
+        assert asked[-1] == ("", [0, 2])  # client 1 has not joined, so it does not train
+    assert asked[0] == ("greet", [1])
+    assert 1 not in fed.engine.states[0]
+
+
+def test_a_first_exchange_of_an_abandoned_round_is_done_again():
+    @dataclass(frozen=True)
+    class Hopeless(Joining):
+        def local(self, client, down, data):
+            return client, Up(mean=down.shared * torch.nan)
+
+    fed = Federation(Sequential(job(Hopeless)), patience=5)
+    for _ in range(2):
+        fed.begin((0, 1))
+        phases = []
+        for request in fed.requests():
+            (reply,) = fed.engine.exchange([request])
+            fed.receive(request, reply)
+            phases.append(request.phase)
+        fed.end()
+        assert phases == ["greet", ""]
+    assert fed.strikes == 2
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_is_read_at_once_does_not_override_what_was_left_unread(lazy):
+    """Of two exchanges the first is abandoned, which sends means alone; the second sends rows, too."""
+
+    @dataclass(frozen=True)
+    class Mixed(FedAvg):
+        def phase(self, server):
+            return Phase(exchanges=2)
+
+        def local(self, client, down, data):
+            client, up = super().local(client, down, data)
+            bad = self.context.exchange == 0
+            return client, Up(mean=up.mean * torch.nan) if bad else Up(mean=up.mean, own=data.size)
+
+    fed = Federation(Sequential(job(Mixed)), lazy=lazy, patience=5)
+    before = fed.server.clone()
+    fed.step((0, 1, 2))
+    fed.look()
+    assert torch.equal(fed.server, before)
+    assert fed.strikes == 1

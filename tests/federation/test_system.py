@@ -168,7 +168,7 @@ def test_nothing_is_simulated_by_default():
     fed = Federation(Sequential(job()))
     fed.step()
     assert (fed.clock, fed.took) == (0, {})
-    assert set(fed.known.save()) == {"asked", "answered", "failed"}
+    assert set(fed.known.save()) == {"asked", "answered", "failed", "joined"}
     assert fed.known.affordable.tolist() == [math.inf] * 5
 
 

@@ -280,6 +280,7 @@ def check_saved(entry: Entry) -> None:
     engine = Sequential(job(make()))
     rest = Federation(engine, server=loaded["server"], round=1, traffic=half.traffic)
     rest.known.restore(half.known.save())
+    engine.restore_extension(0, half.engine.save_extension(0))
     engine.states[0].update((int(id), state) for id, state in loaded["states"].items())
     compare(play(engine, COHORTS[1:], rest), expected, "a run that was saved and loaded", tolerance=0)
 

@@ -79,7 +79,7 @@ def received(ups: list[Up]) -> Uploads:
         for part in ("group", "mask")
     )
     own, mean = stack([up.own for up in ups]), stack([up.mean for up in ups])
-    return Uploads(torch.arange(len(ups)), mean, own, weight, group, mask)
+    return Uploads(torch.arange(len(ups)), mean, own, weight, group, mask=mask)
 
 
 def check_client(wire: Transform) -> None:

@@ -23,8 +23,8 @@ class Phase:
         everybody: all clients take part that have training samples, and `cohort_of` is not asked.
         exchanges: number of exchanges between server and clients.
         steps: local steps of a `descend` or `fold` that says neither epochs nor steps; None: those of `epochs` epochs.
-        first: who takes part for the first time has an exchange before all others, in the phase of this name; empty:
-            there is none.
+        first: clients have, once, an exchange before all others, in the phase of this name: in their first round that
+            asks for it. Whoever fails in it is not asked for more in that round. Empty: there is none.
     """
 
     name: str = ""
@@ -78,7 +78,7 @@ class Known:
         self.fetch: Callable[[], None] = lambda: None
         self.afford: Callable[[], Sequence[float] | None] = lambda: None
         count = len(names)
-        self.table = {name: torch.zeros(count, dtype=torch.int32) for name in ("asked", "answered", "failed")}
+        self.table = {name: torch.zeros(count, dtype=torch.int32) for name in ("asked", "answered", "failed", "joined")}
         self.table |= {name: torch.full((count,), torch.nan, dtype=torch.float64) for name in NUMBERS}
 
     def _about(self, name: str) -> Tensor:
@@ -139,6 +139,11 @@ class Known:
         if loss is not None:
             reported = [value for value, fine in zip(loss, usable, strict=True) if fine]
             self.table["loss"][good] = torch.tensor(reported, dtype=torch.float64)
+
+    def join(self, ids: Sequence[int]) -> None:
+        """Note whose first exchange is done, in a round that counts."""
+        if ids:
+            self.table["joined"][list(ids)] = 1
 
     def fail(self, ids: Sequence[int]) -> None:
         """Note who sent nothing usable."""

@@ -29,6 +29,7 @@ from perfed.core.method import Method, State
 from perfed.core.model import Batch
 from perfed.core.random import EXTEND, PERSONALISE, REFINE, TRAIN, WIRE, derive
 from perfed.core.rates import Rates
+from perfed.core.task import Task
 from perfed.core.tree import leaves, rows, send, tree_map
 from perfed.engines.client_states import States
 from perfed.engines.extension import Extending, Extensions, Grown
@@ -84,13 +85,14 @@ class ClientInfo:
     names: tuple[str, ...]
     sizes: dict[str, tuple[int, ...]]  # split -> samples of each client
     classes: int
+    task: Task
     public: int = 0  # bytes of the public samples
 
     @classmethod
     def of(cls, clients: Clients) -> ClientInfo:
         """Return what may be known of these clients."""
         sizes = {split: clients.split(split).size for split in SPLITS}
-        return cls(clients.names, sizes, clients.classes, size_of(clients.public))
+        return cls(clients.names, sizes, clients.classes, clients.task, size_of(clients.public))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -571,6 +573,11 @@ class Engine(ABC):
         works = []
         for request in requests:
             run, down = request.run, request.down
+            refuse_other_rows(self.method, down, len(request.ids))
+            if down.mask is not None:
+                raise Problem(
+                    f"{type(self.method).__name__} has `extend`, and in that no part of a model: no Down.mask"
+                )
             new = [row for row, id in enumerate(request.ids) if id not in self.extended[run].known]
             if new and self.method.extends_in in ("", request.phase):
                 place = {"round": request.round, "exchange": request.exchange, "phase": request.phase}
@@ -657,7 +664,7 @@ class Engine(ABC):
             ids, task = ids[:1], Evaluation(method, (), True)
         else:
             down = _packed(method, down, len(ids))
-            splits, keep = self.splits(run) if score else (), keep or full
+            splits, keep = self.splits(run) if score else (), keep or (full and bool(method.model.task.whole))
             task = Evaluation(method, splits, keep, general is not None)
             down = down if general is None else Down((down.shared, general), down.own)
         return Work(run, task, self._key(run, PERSONALISE, round), ids, self.states[run].take(ids), down)

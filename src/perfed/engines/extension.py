@@ -14,6 +14,7 @@ from perfed.core.data import Data
 from perfed.core.errors import Problem
 from perfed.core.messages import Down, Extension
 from perfed.core.method import Method, State
+from perfed.core.task import Task
 
 if TYPE_CHECKING:
     from perfed.engines.base import ClientInfo
@@ -152,7 +153,7 @@ class Extensions:
         for row, id in enumerate(ids):
             kept = out["keep"][row, : table.base.size[first + id]].cpu()
             x, y = (out[name][row][out["made"][row]] for name in ("x", "y"))
-            refuse_samples(info.names[id], y, x, table.base, info.classes, int(kept.sum()) + len(y))
+            refuse_samples(info.names[id], y, x, table.base, info.task, int(kept.sum()) + len(y))
             self.known[id] = Extended(round, kept, len(y))
             table.put(first + id, kept, x, y)
 
@@ -187,7 +188,7 @@ class Extensions:
             table.put(first + id, kept[place], x[place], y[place])
 
 
-def refuse_samples(name: str, y: Tensor, x: Tensor, own: Split, classes: int, left: int) -> None:
+def refuse_samples(name: str, y: Tensor, x: Tensor, own: Split, task: Task, left: int) -> None:
     """Refuse samples that nobody can be trained with.
 
     Args:
@@ -195,7 +196,7 @@ def refuse_samples(name: str, y: Tensor, x: Tensor, own: Split, classes: int, le
         y: their labels.
         x: the samples.
         own: what those of the clients look like.
-        classes: how many there are.
+        task: what is learned.
         left: how many samples the client then has.
     """
     if x.shape[1:] != own.x.shape[1:] or y.shape[1:] != own.y.shape[1:] or y.dtype != own.y.dtype:
@@ -205,5 +206,5 @@ def refuse_samples(name: str, y: Tensor, x: Tensor, own: Split, classes: int, le
         raise Problem(f"extend leaves client '{name}' without any training sample")
     if not x.isfinite().all():
         raise Problem(f"extend gives client '{name}' samples with numbers that are not finite")
-    if y.dtype == torch.int64 and y.dim() == 1 and len(y) and not 0 <= int(y.min()) <= int(y.max()) < classes:
-        raise Problem(f"extend gives client '{name}' a label that is not one of the {classes} classes")
+    if fault := task.fault(y):
+        raise Problem(f"extend gives client '{name}' a label that {fault}")

@@ -66,7 +66,9 @@ def specimen(clients: Clients) -> Clients:
 
 def _blank(source: Split) -> Split:
     """Return two samples of zeros in place of a split's."""
-    return Split(source.x.new_zeros(2, *source.x.shape[1:]), source.y.new_zeros(2), (2,), source.longest)
+    return Split(
+        source.x.new_zeros(2, *source.x.shape[1:]), source.y.new_zeros(2, *source.y.shape[1:]), (2,), source.longest
+    )
 
 
 def fault(sent: Form, declared: Form) -> tuple[str, str] | None:

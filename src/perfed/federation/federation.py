@@ -119,6 +119,7 @@ class Federation:
         self.known.fetch, self.known.afford = self._fetch, self._affordable
         self.took: dict[int, float] = {}  # simulated seconds of each client that answered in the last round
         self._phase, self._turns = Phase(), []  # of the round that is going on: its kind, and its exchanges
+        self._joined: list[int] = []  # those whose first exchange was in it
         self.refusals: list[Refusal] = []  # known since the last `look`
         self.strikes = 0  # rounds in a row that were abandoned, as far as known
         self.diverged = ""  # why the run cannot go on, as far as known
@@ -202,7 +203,7 @@ class Federation:
         wanted = chosen(choice, phase.exchanges, self.known, type(method).__name__, method.epochs)
         self.answers = self._answers(wanted, method.epochs)
         self._turns = self._planned(wanted, phase)
-        self._before, self._counts = self.server, not self.diverged
+        self._before, self._counts, self._joined = self.server, not self.diverged, []
         if method.sends_public:
             self._send_public(wanted.ids)
         self.known.ask(self.round + 1, wanted.ids)
@@ -229,8 +230,8 @@ class Federation:
             Turn(number, phase.name, [id for id in ids if id in there]) for number, ids in enumerate(wanted.exchanges)
         ]
         if phase.first:
-            before = self.known.answered
-            turns.insert(0, Turn(FIRST, phase.first, [id for id in self.answers.ids if not before[id]]))
+            joined = self.known.table["joined"]
+            turns.insert(0, Turn(FIRST, phase.first, [id for id in self.answers.ids if not joined[id]]))
         return [turn for turn in turns if turn.ids]
 
     def _send_public(self, ids: Sequence[int]) -> None:
@@ -246,8 +247,11 @@ class Federation:
     def requests(self) -> Iterator[Request]:
         """Yield what the round's clients are asked, one exchange after another; each follows from what came before."""
         for turn in self._turns:
-            if not self.open:
-                return
+            if self._turns[0].exchange == FIRST and turn.exchange != FIRST:  # those that failed in it wait
+                late = {*self._turns[0].ids} - {*self._joined}
+                turn = turn._replace(ids=[id for id in turn.ids if id not in late])
+            if not self.open or not turn.ids:
+                continue
             down, done = self._now(turn.exchange, turn.phase).broadcast(self.server, self._send(turn.ids)), None
             if self.answers.done:
                 finishes = dict(zip(self.answers.ids, self.answers.done, strict=True))
@@ -264,7 +268,7 @@ class Federation:
         """
         before = self.traffic.down, self.traffic.up
         self._count(request.ids, request.down, reply)
-        self.traffic.count_batches(self.method, self._samples(request, reply))
+        self.traffic.count_batches(self._now(request.exchange, request.phase), self._samples(request, reply))
         if reply.looked is not None and reply.ids:
             down, up = self.traffic.down - before[0], self.traffic.up - before[1]
             self._wait(reply.ids, reply.looked.tolist(), down / len(request.ids), up / len(reply.ids))
@@ -278,7 +282,7 @@ class Federation:
 
     def _samples(self, request: Request, reply: Reply) -> int:
         """Return how many training samples the clients that delivered something went through, in all epochs."""
-        sizes, method = self.clients.sizes["train"], self.method
+        sizes, method = self.engine.jobs[self.run].clients.train.size, self.method  # with samples that they have made
         plan = Plan(method.batch_size, None if request.steps else method.epochs, request.steps)
         done = dict(zip(request.ids, request.done or [method.epochs] * len(request.ids), strict=True))
         mine = {id: plan.shortened(done[id], method.epochs) for id in reply.ids}
@@ -325,16 +329,23 @@ class Federation:
         tensors in its state, so that `pick` can choose between two of them.
         """
         wanted = uploads.ids.is_cuda if self.lazy is None else self.lazy
+        wanted = wanted and not self._phase.first  # whoever fails in the first exchange is not asked in the next
         return wanted and not leaves(uploads.own) and all(isinstance(leaf, Tensor) for leaf in leaves(self.server))
 
     def _use(self, method: Method, reply: Reply, uploads: Uploads, verdict: Verdict, needed: int) -> None:
         """Read the verdict, drop the rows that are refused, and use the others if they are enough."""
+        counts = self._counts
+        self._fetch()  # what an exchange before it left on the device
         wrong = verdict.wrong.tolist()
         self.refusals += verdict.refusals(wrong)
         self._note(verdict, wrong, uploads.loss)
         used = [row for row, place in enumerate(wrong) if place < 0]
-        self._counts = len(used) >= needed
-        if self._counts:
+        first = method.context.exchange == FIRST  # others go on without those that fail in it
+        enough = len(used) >= (1 if first else needed)
+        self._counts = bool(counts) and not self.diverged and (first or enough)
+        if first:
+            self._joined = [verdict.ids[row] for row in used]
+        if self._counts and enough:
             everybody = len(used) == len(wrong)
             cohort = self._reduced(uploads if everybody else only(uploads, self._send(used)))
             self.server, self.moments = self._aggregated(method, cohort)
@@ -386,6 +397,7 @@ class Federation:
             else:
                 self._learn(standing)
             if self._counts is not False:
+                self.known.join(self._joined)
                 last = self._turns[-1]
                 method = self._now(last.exchange, last.phase)
                 for name, numbers in method.extra_traffic(self.server).items():

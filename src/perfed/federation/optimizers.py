@@ -81,7 +81,8 @@ class ServerOptimizer:
         out: Moments = {name: [] for name in moments}
         for (place, weights), *before in zip(masks, *moments.values(), strict=True):
             mean, used = means[place], totals[place] > 0
-            used = by_row(used, mean) if used.dim() == 1 < mean.dim() else used
+            grouped = method.groups > 1 and used.shape == mean.shape[:1]
+            used = by_row(used, mean) if grouped and mean.dim() > 1 else used
             change, after = self._stepped(torch.where(weights, mean, 0.0), *before)
             means[place] = torch.where(weights & used, change, mean)
             for name, new, old in zip(moments, after, before, strict=True):
