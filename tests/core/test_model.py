@@ -351,3 +351,9 @@ def test_a_buffer_that_is_not_saved_is_a_constant():
     assert (model.Q, model.P) == (0, 21)
     net = model.module(model.init(0))
     torch.testing.assert_close(net(b.x), model.apply(model.init(0), b.x)[0])
+
+
+def test_a_network_of_tokens_says_what_it_returns():
+    net = lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 5))
+    model = Model(net).taking((3,), tokens=True)
+    assert (model.outputs, model.representation) == (5, (12,))

@@ -115,10 +115,12 @@ class Model:
         layer: [width], the place in `layers` that each entry belongs to; -1: none.
         class_weights: [classes], what a sample's loss is multiplied by, by its class; None: nothing.
         inputs: shape of a sample; engines say it, and `features` where nobody has.
+        tokens: True where a sample is made of whole numbers, which name things.
         task: what is learned: the loss of a sample, and what the outputs mean.
     """
 
     inputs: tuple[int, ...] | None = None
+    tokens: bool = False
 
     def __init__(
         self,
@@ -419,10 +421,10 @@ class Model:
     def _take(self, x: Tensor) -> None:
         self.inputs = tuple(x.shape[1:]) if self.inputs is None else self.inputs
 
-    def taking(self, inputs: tuple[int, ...]) -> Self:
-        """Return this model, knowing the shape of a sample."""
+    def taking(self, inputs: tuple[int, ...], tokens: bool = False) -> Self:
+        """Return this model, knowing the shape of a sample, and whether it is made of tokens."""
         other = copy.copy(self)
-        other.inputs = inputs
+        other.inputs, other.tokens = inputs, tokens
         return other
 
     @property
@@ -530,7 +532,7 @@ class _Seen(NamedTuple):
 
 
 def _look(model: Model) -> _Seen:
-    """Run a network once on a sample of ones, and watch its head."""
+    """Run a network once on a sample of zeros, and watch its head."""
     if model._seen is not None:
         return model._seen
     if model.inputs is None:
@@ -544,7 +546,8 @@ def _look(model: Model) -> _Seen:
     ]
     try:
         with outside_transformations(), torch.no_grad():
-            x = torch.ones(1, *model.inputs, dtype=model.dtype, device=model.device)
+            dtype = torch.int64 if model.tokens else model.dtype
+            x = torch.zeros(1, *model.inputs, dtype=dtype, device=model.device)
             out, _ = model.apply(model.init(0), x)
     finally:
         for hook in hooks:

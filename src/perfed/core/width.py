@@ -80,6 +80,7 @@ def _refuse_readers(model: Model, mask: Tensor, dropped: Tensor) -> None:
     theta = torch.where(mask, model.init(0), 0)
     other = torch.where(dropped & model.weights.mask, draw(1, model.width), theta)
     x = draw(2, 2, *(model.inputs or ()))
+    x = x.long() if model.tokens else x
     if not torch.allclose(*(model.apply(each, x)[0] for each in (theta, other)), rtol=1e-4, atol=1e-6):
         raise Problem(
             "the network cannot be made narrower: its layers are joined in a way that width_mask does not know"

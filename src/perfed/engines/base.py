@@ -418,7 +418,8 @@ class Engine(ABC):
         """Return the job with a model that makes use of the machine; of several networks that of the first."""
         _refuse_other_task(job)
         _refuse_moved_and_made(job)
-        fast = lambda model: FastModel.of(model, kernels=self.kernels).taking(job.clients.shape)
+        tokens = job.clients.train.x.dtype == torch.int64
+        fast = lambda model: FastModel.of(model, kernels=self.kernels).taking(job.clients.shape, tokens)
         clients = visible(job.method, job.clients)
         run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))
         if job.method.public and clients.public is not None:
