@@ -11,8 +11,11 @@ import pytest
 from real_data import real
 
 import perfed
+from perfed import api
 from perfed.cli import main
 from perfed.core.errors import Problem
+from perfed.studies.compare import Comparison
+from perfed.training.config import from_dict, place_flags
 
 QUICK = {"rounds": 2, "epochs": 1, "hidden": 8}
 
@@ -175,3 +178,14 @@ def test_data_sets_with_files(tmp_path, name, file, settings):
     assert client.score is not None
     if name == "shakespeare":
         assert client.predict(np.zeros((3, 10), np.int64)).shape == (3, 10)
+
+
+def test_seeds_with_scales_of_their_own_are_compared(tmp_path):
+    """Each seed splits anew, so its labels are standardised in their own way: such runs are no batch."""
+    how = {"data": "diabetes", "clients": 3, "rounds": 1, "epochs": 1, "model": "linear"}
+    how |= {"engine": "vectorised", "fast": False, "baseline": False}
+    comparison = Comparison.create(from_dict(place_flags(how, ["fedavg"])), 2, tmp_path / "both")
+    (both,) = api.compare(comparison, api.Console(quiet=True))["methods"]
+    seeds = [perfed.run("fedavg", out=tmp_path / f"{seed}", seed=seed, **how) for seed in (0, 1)]
+    alone = [run.scores("fedavg", "absolute_error").mean() for run in seeds]
+    assert both["absolute_error"]["mean"]["mean"] == pytest.approx(np.mean(alone), rel=1e-6)

@@ -88,10 +88,10 @@ def train(
 
 
 def _form(clients: Clients) -> tuple[object, ...]:
-    """Return what samples of runs in one batch share; where each seed has its own split, tables may not."""
+    """Return what samples of runs in one batch share; where each seed has its own split, its scales may differ."""
     scale = (None if values is None else tuple(values.flatten().tolist()) for values in (clients.mean, clients.std))
     public = None if clients.public is None else len(clients.public.y)
-    return (clients.shape, public, *scale)
+    return (clients.shape, clients.task, public, *scale)
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder], console: Console) -> None:
