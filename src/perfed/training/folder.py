@@ -69,7 +69,7 @@ RESULT |= {"extended?": {str: EXTENDED}}
 MEANS = {PERSONAL: NUMBER, str: NUMBER}
 ROUND = {"round": int, "cohort": [str], "bytes": BYTES, "accuracy?": MEANS, "validation?": MEANS, "refused?": [REFUSED]}
 ROUND |= {"extended?": {str: EXTENDED}}
-ROUND |= {"clock?": NUMBER, "seconds?": {str: NUMBER}}
+ROUND |= {"judged?": str, "clock?": NUMBER, "seconds?": {str: NUMBER}}
 CLIENT_SCORES = {"round": int, "client": str}
 TIME = {"round": int, "seconds": (int, float), "refine?": (int, float)}
 

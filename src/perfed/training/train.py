@@ -185,7 +185,8 @@ class MethodRun:
         wanted = wanted and config.save_models != "none"
         self.best_round = BestRound(self.folder, log, self.federation.round) if wanted else None
         for line in self.folder.rounds():
-            self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
+            if line.get("judged", "accuracy") == self.judged:  # it may have been another one then; perfed 0.1 had one
+                self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
 
     def _why_not(self, checkpoint: dict) -> str:
         """Say why the training must not go on from a checkpoint, or nothing; note what has changed since."""
