@@ -250,7 +250,8 @@ class MethodRun:
         if score is None:
             return
         if self.best is not None:  # engines may differ in the last bits
-            gain, size = self.sign * (score - self.best[1]), max(1.0, abs(self.best[1]))
+            gain, size = self.sign * (score - self.best[1]), abs(self.best[1])
+            size = size if self.sign < 0 else max(1.0, size)  # an error is of any size
             if not gain > 1e-9 * size:
                 return
         self.best = round, score
