@@ -189,3 +189,23 @@ def test_seeds_with_scales_of_their_own_are_compared(tmp_path):
     seeds = [perfed.run("fedavg", out=tmp_path / f"{seed}", seed=seed, **how) for seed in (0, 1)]
     alone = [run.scores("fedavg", "absolute_error").mean() for run in seeds]
     assert both["absolute_error"]["mean"]["mean"] == pytest.approx(np.mean(alone), rel=1e-6)
+
+
+def test_a_stopped_run_of_tokens_goes_on(tmp_path):
+    """Tokens stay as they are, and the configuration says so; folders that said something else are read."""
+    draw = np.random.default_rng(0)
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        text = draw.integers(0, 5, (20, 4))
+        np.savez(tmp_path / "data" / f"{name}.npz", x=text[:, :-1], y=text[:, 1:])
+    settings = {"data": "folder", "data_dir": str(tmp_path / "data"), "model": "gru", "baseline": False}
+    run = perfed.run("fedavg", out=tmp_path / "run", engine="sequential", **QUICK, **settings)
+    assert run.config.data.normalise == "none"
+    whole = (run.path / "fedavg/metrics.jsonl").read_bytes()
+    file = run.path / "config.toml"
+    for written in ("none", "federated"):
+        file.write_text(file.read_text().replace('normalise = "none"', f'normalise = "{written}"'))
+        for name in ("result.json", "metrics.jsonl", "rounds.jsonl", "times.jsonl"):
+            (run.path / "fedavg" / name).unlink()
+        api.resume(run.path, api.Console(quiet=True))
+        assert (run.path / "fedavg/metrics.jsonl").read_bytes() == whole

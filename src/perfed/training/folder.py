@@ -233,7 +233,9 @@ class RunFolder(SettingsFolder):
         config = super().config()
         if config.data.task == "auto":  # which is never written
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="classification"))
-        if config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1:
+        table = config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1
+        tokens = config.data.normalise == "federated" and config.data.task == "next_token"  # written, and never done
+        if table or tokens:
             return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
 
