@@ -16,6 +16,7 @@ from perfed.cli import main
 from perfed.core.errors import Problem
 from perfed.studies.compare import Comparison
 from perfed.training.config import from_dict, place_flags
+from perfed.training.settings import outdated
 
 QUICK = {"rounds": 2, "epochs": 1, "hidden": 8}
 
@@ -203,9 +204,11 @@ def test_a_stopped_run_of_tokens_goes_on(tmp_path):
     assert run.config.data.normalise == "none"
     whole = (run.path / "fedavg/metrics.jsonl").read_bytes()
     file = run.path / "config.toml"
-    for written in ("none", "federated"):
-        file.write_text(file.read_text().replace('normalise = "none"', f'normalise = "{written}"'))
-        for name in ("result.json", "metrics.jsonl", "rounds.jsonl", "times.jsonl"):
-            (run.path / "fedavg" / name).unlink()
-        api.resume(run.path, api.Console(quiet=True))
-        assert (run.path / "fedavg/metrics.jsonl").read_bytes() == whole
+    file.write_text(file.read_text().replace('normalise = "none"', 'normalise = "federated"'))
+    settings_then = run.result("fedavg")["settings"] | {"data.normalise": "federated"}
+    config, about = perfed.load(run.path).config, run.folder.raw_clients()
+    assert not outdated({"settings": settings_then}, config, run.entries["fedavg"], about)
+    for name in ("result.json", "metrics.jsonl", "rounds.jsonl", "times.jsonl"):
+        (run.path / "fedavg" / name).unlink()
+    api.resume(run.path, api.Console(quiet=True))
+    assert (run.path / "fedavg/metrics.jsonl").read_bytes() == whole

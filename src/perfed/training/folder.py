@@ -234,7 +234,7 @@ class RunFolder(SettingsFolder):
         if config.data.task == "auto":  # which is never written
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="classification"))
         table = config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1
-        tokens = config.data.normalise == "federated" and config.data.task == "next_token"  # written, and never done
+        tokens = config.data.normalise == "federated" and config.data.task == "next_token"  # written once, never done
         if table or tokens:
             return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
