@@ -146,6 +146,21 @@ def preparation_of(about: dict[str, Any], client: str = "") -> Preparation | Non
     return None if columns is None else Preparation("none", tuple(map(Column, columns)))
 
 
+def refuse_equal_names(config: Config) -> None:
+    """Refuse files of the user's that a folder cannot hold side by side: a run knows its networks by their names.
+
+    A single network's copy gets another name where a method's file has its own.
+    """
+    if len(config.model.names) < 2:
+        return
+    networks = [Path(name.rpartition(":")[0]) for name in config.model.names if is_path(name)]
+    methods = [entry.file for entry in config.entries() if not entry.shipped]
+    known: dict[str, Path] = {}
+    for path in (path.expanduser().resolve() for path in (*methods, *networks)):
+        if known.setdefault(path.name, path) != path:
+            raise Problem(f"'{known[path.name]}' and '{path}' have the same file name: rename one of them")
+
+
 class SettingsFolder:
     """A folder with a configuration and the user's own files that it names."""
 
