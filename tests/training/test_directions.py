@@ -34,7 +34,15 @@ def test_gains_and_the_worst_where_less_is_better():
     assert gain_over(baseline[:1], errors[:1], sign=-1) == {"mean": 1.0, "std": 0.0, "positive": 1.0}
     tiny = gain_with_test(baseline * 1e-9, errors * 1e-9, sign=-1)
     assert (tiny["better"], tiny["worse"]) == (1, 1)  # errors have the size of their unit
-    assert measures.first_round(np.array([1, 2, 3]), np.array([9.0, 4.0, 1.0]), 4.0, -1) == 2
+    rounds, mean = np.array([1, 2, 3]), np.array([9.0, 4.0, 1.0])
+    assert measures.first_round(rounds, mean, 4.0, -1) == 2
+    assert measures.first_round(rounds, mean * 1e-12, 4e-12, -1) == 2
+
+
+def test_one_client_with_an_enormous_error_makes_nobody_a_tie():
+    baseline, errors = np.array([1e7, 2.0, 2.0, 3.0, np.inf, 1.0]), np.array([1e7, 1.0, 2.0, 4.0, 1.0, np.inf])
+    gain = gain_with_test(baseline, errors, sign=-1)
+    assert (gain["better"], gain["worse"], gain["clients"], gain["mean"]) == (1, 1, 4, 0.0)
 
 
 def test_regression_is_judged_by_its_error(diabetes):
@@ -84,6 +92,17 @@ def test_a_prediction_is_in_units_of_the_label(diabetes):
     out = client.logits(x)[:, 0]
     assert np.allclose(out * task.scale[0] + task.shift[0], predicted, rtol=1e-4)
     assert client.score == diabetes.scores("ditto", "absolute_error")[0]
+
+
+def test_small_errors_get_better_too(tmp_path):
+    """Labels in a tiny unit: what is better does not depend on it."""
+    for seed in range(2):
+        x = np.random.default_rng(seed).normal(size=(60, 3)).astype("float32")
+        np.savez(tmp_path / f"{seed}.npz", x=x, y=x.sum(1).astype(float) * 1e-10)
+    settings = {key: value for key, value in SMALL.items() if key != "clients"}
+    settings |= {"data": "folder", "data_dir": str(tmp_path), "baseline": False}
+    run = perfed.run("fedavg", out=tmp_path / "run", rounds=3, patience=2, task="regression", **settings)
+    assert run.result("fedavg")["best"]["round"] == 3
 
 
 def test_a_headline_of_another_task_is_refused(tmp_path):

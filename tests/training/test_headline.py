@@ -2,6 +2,7 @@
 
 import csv
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import perfed
 from perfed.core.errors import Problem
 from perfed.report.tables import HEADINGS, headings, lines, on_terminal, remarks
-from perfed.studies import measures
+from perfed.studies import measures, tune
 from perfed.studies.compare import Comparison
 from perfed.training.config import from_dict, place_flags
 from perfed.training.prepare import describe, load_clients, prepare
@@ -115,7 +116,7 @@ def test_scores_that_are_left_out_cannot_be_the_headline(rare, tmp_path):
     assert "accuracy alone says little" in remarks(run.summary())[0]
 
 
-def test_a_comparison_is_judged_alike(rare, tmp_path):
+def test_a_comparison_is_judged_alike(rare, tmp_path, monkeypatch):
     settings = {**FAST, "data_dir": rare.config.data.dir}
     config = from_dict(place_flags(settings, ["fedavg"]))
     comparison = Comparison.create(config, 2, tmp_path / "c")
@@ -128,3 +129,12 @@ def test_a_comparison_is_judged_alike(rare, tmp_path):
     text = (tmp_path / "c" / "compare.md").read_text()
     assert "mean test balanced accuracy" in text
     assert "| accuracy | F1 | AUC |" in text
+    for run in runs[1:]:  # as if in this seed's split no class were frequent
+        run.about["majority"] |= {"pooled": 0.5, "clients": 0}
+    assert [run.judged for run in runs] == ["balanced_accuracy", "accuracy"]
+    (_, same) = comparison.finish(runs)["methods"]
+    assert (same["spread"], same["gain"]) == (judged["spread"], judged["gain"])
+    monkeypatch.setattr(tune, "Run", lambda folder: next(run for run in runs if run.path == folder))
+    score = tune._score([SimpleNamespace(diverged=False, folder=run.path, method="fedavg") for run in runs])
+    found = [np.nanmean(measures.curves(run, "fedavg").val, axis=1).max() for run in runs]
+    assert (score["metric"], score["validation"]) == ("accuracy", pytest.approx(np.mean(found)))

@@ -179,3 +179,18 @@ def test_files_outside_the_folder_are_no_networks_of_a_run(home, tmp_path):
 def test_options_of_the_command_line():
     raw = place_flags({"networks": "mlp,mlr", "model_clients": "a=mlp", "clients": 3}, ["local"])
     assert (raw["model"], raw["data"]) == ({"networks": "mlp,mlr", "clients": "a=mlp"}, {"clients": 3})
+
+
+def test_own_files_of_one_name_are_refused(home, tmp_path):
+    """A run's folder holds copies side by side, so neither may take the other's place."""
+    raw = settings(home)
+    other = tmp_path / "net.py"
+    other.write_text((home / "net.py").read_text() + "# another one")
+    raw["model"] = {"networks": [f"{home / 'net.py'}:net", f"{other}:net"]}
+    with pytest.raises(Problem, match=r"net.py' and '.*net.py' have the same file name: rename one of them"):
+        api.start(from_dict(raw), tmp_path / "run", QUIET)
+    (tmp_path / "alike.py").write_text((home / "net.py").read_text())
+    raw["model"] = {"networks": ["mlp", f"{tmp_path / 'alike.py'}:net"], "hidden": 5}
+    with pytest.raises(Problem, match=r"alike.py' and '.*alike.py' have the same file name"):
+        api.start(from_dict(raw), tmp_path / "run", QUIET)
+    assert not (tmp_path / "run").exists()

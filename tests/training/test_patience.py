@@ -126,6 +126,29 @@ def test_a_run_that_was_interrupted_stops_in_the_same_round(tmp_path, monkeypatc
     assert len(logged(again.path)) == 5
 
 
+def test_numbers_of_another_score_are_not_compared(tmp_path, monkeypatch):
+    """The headline may change on the way: a squared error is never below the absolute errors of the rounds before."""
+    step = Federation.begin
+
+    def stop(self, *given):
+        if self.round == 2:
+            raise KeyboardInterrupt
+        return step(self, *given)
+
+    how = {"data": "diabetes", "model": "linear", "clients": 3, "epochs": 1, "lr": 0.02, "baseline": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(Federation, "begin", stop)
+        with pytest.raises(KeyboardInterrupt):
+            perfed.run("fedavg", out=tmp_path / "run", rounds=5, checkpoint_every=1, save_round="best", **how)
+    config = tmp_path / "run" / "config.toml"
+    config.write_text(config.read_text().replace('headline = "auto"', 'headline = "squared_error"'))
+    run = api.resume(tmp_path / "run", Console(quiet=True))
+    assert [line["judged"] for line in logged(run.path)] == ["absolute_error"] * 2 + ["squared_error"] * 3
+    best, curve = run.result("fedavg")["best"], measures.curves(run, "fedavg", metric="squared_error")
+    assert best["round"] > 2
+    assert best["validation"] == pytest.approx(curve.val[2:].mean(axis=1).min())
+
+
 def test_patience_needs_validation_samples():
     with pytest.raises(Problem, match=r"run\.patience needs validation samples.*set data\.val above 0"):
         perfed.run("fedavg", **SMALL, rounds=2, patience=1, val=0.0)

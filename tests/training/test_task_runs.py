@@ -11,8 +11,12 @@ import pytest
 from real_data import real
 
 import perfed
+from perfed import api
 from perfed.cli import main
 from perfed.core.errors import Problem
+from perfed.studies.compare import Comparison
+from perfed.training.config import from_dict, place_flags
+from perfed.training.settings import outdated
 
 QUICK = {"rounds": 2, "epochs": 1, "hidden": 8}
 
@@ -175,3 +179,36 @@ def test_data_sets_with_files(tmp_path, name, file, settings):
     assert client.score is not None
     if name == "shakespeare":
         assert client.predict(np.zeros((3, 10), np.int64)).shape == (3, 10)
+
+
+def test_seeds_with_scales_of_their_own_are_compared(tmp_path):
+    """Each seed splits anew, so its labels are standardised in their own way: such runs are no batch."""
+    how = {"data": "diabetes", "clients": 3, "rounds": 1, "epochs": 1, "model": "linear"}
+    how |= {"engine": "vectorised", "fast": False, "baseline": False}
+    comparison = Comparison.create(from_dict(place_flags(how, ["fedavg"])), 2, tmp_path / "both")
+    (both,) = api.compare(comparison, api.Console(quiet=True))["methods"]
+    seeds = [perfed.run("fedavg", out=tmp_path / f"{seed}", seed=seed, **how) for seed in (0, 1)]
+    alone = [run.scores("fedavg", "absolute_error").mean() for run in seeds]
+    assert both["absolute_error"]["mean"]["mean"] == pytest.approx(np.mean(alone), rel=1e-6)
+
+
+def test_a_stopped_run_of_tokens_goes_on(tmp_path):
+    """Tokens stay as they are, and the configuration says so; folders that said something else are read."""
+    draw = np.random.default_rng(0)
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        text = draw.integers(0, 5, (20, 4))
+        np.savez(tmp_path / "data" / f"{name}.npz", x=text[:, :-1], y=text[:, 1:])
+    settings = {"data": "folder", "data_dir": str(tmp_path / "data"), "model": "gru", "baseline": False}
+    run = perfed.run("fedavg", out=tmp_path / "run", engine="sequential", **QUICK, **settings)
+    assert run.config.data.normalise == "none"
+    whole = (run.path / "fedavg/metrics.jsonl").read_bytes()
+    file = run.path / "config.toml"
+    file.write_text(file.read_text().replace('normalise = "none"', 'normalise = "federated"'))
+    settings_then = run.result("fedavg")["settings"] | {"data.normalise": "federated"}
+    config, about = perfed.load(run.path).config, run.folder.raw_clients()
+    assert not outdated({"settings": settings_then}, config, run.entries["fedavg"], about)
+    for name in ("result.json", "metrics.jsonl", "rounds.jsonl", "times.jsonl"):
+        (run.path / "fedavg" / name).unlink()
+    api.resume(run.path, api.Console(quiet=True))
+    assert (run.path / "fedavg/metrics.jsonl").read_bytes() == whole

@@ -114,15 +114,15 @@ class Comparison:
 def _summary(runs: Sequence[Run], method: str) -> dict[str, Any]:
     """Summarise a method over all seeds."""
     each = [next(summary for summary in run.summary() if summary["method"] == method) for run in runs]
-    headline = runs[0].headline  # the same for all seeds
+    headline, judge = runs[0].headline, runs[0].judged  # those of all seeds, also where another would choose otherwise
     over = lambda spreads: {key: _over_seeds([spread[key] for spread in spreads]) for key in spreads[0]}
     metric = runs[0].metric
     shown = over([summary[metric] for summary in each])
-    judged = over([run.spread(method, PERSONAL, run.judged) for run in runs])
+    judged = over([run.spread(method, PERSONAL, judge) for run in runs])
     scores = over([summary["scores"][PERSONAL] for summary in each])
     gain = None
     if method != BASELINE and BASELINE in runs[0].entries:
-        pooled = [np.concatenate([run.scores(name, run.judged) for run in runs]) for name in (BASELINE, method)]
+        pooled = [np.concatenate([run.scores(name, judge) for run in runs]) for name in (BASELINE, method)]
         gain = gain_with_test(*pooled, sign=runs[0].sign)
     mean = lambda values: int(np.mean(list(values)))
     sent: dict[str, Any] = {way: mean(summary["bytes"][way] for summary in each) for way in ("down", "up")}

@@ -80,7 +80,8 @@ def curves(run: Run, method: str, model: str = PERSONAL, until: int = 0, metric:
 
 def first_round(rounds: np.ndarray, mean: np.ndarray, target: float, sign: int = 1) -> int | None:
     """Return the first evaluated round with at least this mean score; with at most this one where `sign` is -1."""
-    reached = np.flatnonzero(sign * (mean - target) >= -1e-9)
+    size = 1.0 if sign > 0 else abs(target)  # an error is of any size
+    reached = np.flatnonzero(sign * (mean - target) >= -1e-9 * size)
     return int(rounds[reached[0]]) if len(reached) else None
 
 

@@ -179,17 +179,20 @@ def _scores(task: Task, batch: list[Settings], console: Console, seeds: int, mac
 
 def _score(cells: list[Cell]) -> Score:
     """Return the score of a trial: mean over its seeds, each in its best round."""
-    scores, rounds, metric, sign = [], [], "", 1
+    scores, rounds, runs = [], [], []
     for cell in cells:
         if cell.diverged:
             return {"validation": None, "round": None, "problem": files.read_json(cell.record)["diverged"]}
-        run = Run(cell.folder)
-        metric = run.judged
+        runs.append(Run(cell.folder))
+    judged = {run.judged for run in runs}
+    # Seeds with other splits may choose other headlines: then the task's first score, which every round has of all.
+    metric = runs[0].judged if len(judged) == 1 else runs[0].metric
+    sign = runs[0].task.sign(metric)
+    for run, cell in zip(runs, cells, strict=True):
         curve = measures.curves(run, cell.method, metric=metric)
         mean = means(curve.val)
         if np.isnan(mean).all():
             raise Problem("tuning needs validation samples, and no client has one: set data.val above 0")
-        sign = curve.sign
         best = int(np.nanargmax(sign * mean))
         scores.append(float(mean[best]))
         rounds.append(int(curve.rounds[best]))

@@ -69,7 +69,7 @@ RESULT |= {"extended?": {str: EXTENDED}}
 MEANS = {PERSONAL: NUMBER, str: NUMBER}
 ROUND = {"round": int, "cohort": [str], "bytes": BYTES, "accuracy?": MEANS, "validation?": MEANS, "refused?": [REFUSED]}
 ROUND |= {"extended?": {str: EXTENDED}}
-ROUND |= {"clock?": NUMBER, "seconds?": {str: NUMBER}}
+ROUND |= {"judged?": str, "clock?": NUMBER, "seconds?": {str: NUMBER}}
 CLIENT_SCORES = {"round": int, "client": str}
 TIME = {"round": int, "seconds": (int, float), "refine?": (int, float)}
 
@@ -144,6 +144,21 @@ def preparation_of(about: dict[str, Any], client: str = "") -> Preparation | Non
         return Preparation.of(known, client)
     columns = about["columns"]  # perfed 0.1 knew the names alone
     return None if columns is None else Preparation("none", tuple(map(Column, columns)))
+
+
+def refuse_equal_names(config: Config) -> None:
+    """Refuse files of the user's that a folder cannot hold side by side: a run knows its networks by their names.
+
+    A single network's copy gets another name where a method's file has its own.
+    """
+    if len(config.model.names) < 2:
+        return
+    networks = [Path(name.rpartition(":")[0]) for name in config.model.names if is_path(name)]
+    methods = [entry.file for entry in config.entries() if not entry.shipped]
+    known: dict[str, Path] = {}
+    for path in (path.expanduser().resolve() for path in (*methods, *networks)):
+        if known.setdefault(path.name, path) != path:
+            raise Problem(f"'{known[path.name]}' and '{path}' have the same file name: rename one of them")
 
 
 class SettingsFolder:
@@ -233,7 +248,9 @@ class RunFolder(SettingsFolder):
         config = super().config()
         if config.data.task == "auto":  # which is never written
             config = dataclasses.replace(config, data=dataclasses.replace(config.data, task="classification"))
-        if config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1:
+        table = config.data.normalise == "channel" and len(self.raw_clients()["shape"]) == 1
+        tokens = config.data.normalise == "federated" and config.data.task == "next_token"  # written once, never done
+        if table or tokens:
             return dataclasses.replace(config, data=dataclasses.replace(config.data, normalise="none"))
         return config
 

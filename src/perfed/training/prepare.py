@@ -44,7 +44,7 @@ from perfed.models.trial import unbatchable
 from perfed.training import catalog
 from perfed.training.config import Config, RunConfig, to_toml
 from perfed.training.engine import pick_device, pick_engine
-from perfed.training.folder import RunFolder, task_of_run
+from perfed.training.folder import RunFolder, refuse_equal_names, task_of_run
 
 THREADS = 1  # of each process: results depend on it, so it is the same everywhere
 BASELINE = "local"
@@ -198,6 +198,7 @@ def prepare(config: Config) -> Experiment:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.run.tf32
     if config.run.baseline and BASELINE not in [entry.name for entry in config.entries()]:
         config = dataclasses.replace(config, methods=(BASELINE, *config.methods))
+    refuse_equal_names(config)
     device = pick_device(config.run.device)
     config, told = _with_public(config)
     clients = augmented(load_clients(config.data, config.run.seed), config.run)
@@ -206,7 +207,8 @@ def prepare(config: Config) -> Experiment:
     names, _ = share(model, clients.names)
     model = model if len(names) > 1 else model.alone(names[0])
     data = dataclasses.replace(config.data, partition=scheme(config.data))
-    data = dataclasses.replace(data, normalise=resolve(data, clients.shape), task=clients.task.kind)
+    kind = clients.task.kind
+    data = dataclasses.replace(data, normalise=resolve(data, clients.shape, kind), task=kind)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network, notices = build(model, clients, config.run.precision), (*told, *clients.notices)

@@ -102,8 +102,11 @@ def gain_with_test(baseline: np.ndarray, scores: np.ndarray, *, sign: int = 1) -
 
 
 def _gains(baseline: np.ndarray, scores: np.ndarray, sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return the gains that are known; rounded, equal scores are ties, whatever their last bits say."""
+    """Return the gains that are finite; and again, where equal scores are ties, whatever their last bits say."""
+    known = np.isfinite(baseline) & np.isfinite(scores)
+    baseline, scores = baseline[known], scores[known]
     gain = sign * (scores - baseline)
-    gain = gain[~np.isnan(gain)]
-    unit = 1.0 if sign > 0 else np.nanmax(np.abs(baseline), initial=0.0) or 1.0  # an error is of any size
-    return gain, np.round(gain / unit, 6)
+    if sign > 0:
+        return gain, np.round(gain, 6)
+    size = np.maximum(np.abs(baseline), np.abs(scores))  # an error is of any size, and each client's of its own
+    return gain, np.where(np.abs(gain) <= 1e-6 * size, 0.0, gain)

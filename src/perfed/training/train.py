@@ -88,10 +88,10 @@ def train(
 
 
 def _form(clients: Clients) -> tuple[object, ...]:
-    """Return what samples of runs in one batch share; where each seed has its own split, tables may not."""
+    """Return what samples of runs in one batch share; where each seed has its own split, its scales may differ."""
     scale = (None if values is None else tuple(values.flatten().tolist()) for values in (clients.mean, clients.std))
     public = None if clients.public is None else len(clients.public.y)
-    return (clients.shape, public, *scale)
+    return (clients.shape, clients.task, public, *scale)
 
 
 def _say_notices(experiments: Sequence[Experiment], folders: Sequence[RunFolder], console: Console) -> None:
@@ -185,7 +185,8 @@ class MethodRun:
         wanted = wanted and config.save_models != "none"
         self.best_round = BestRound(self.folder, log, self.federation.round) if wanted else None
         for line in self.folder.rounds():
-            self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
+            if line.get("judged", "accuracy") == self.judged:  # it may have been another one then; perfed 0.1 had one
+                self._compare(line["round"], line.get("validation", {}).get(PERSONAL))
 
     def _why_not(self, checkpoint: dict) -> str:
         """Say why the training must not go on from a checkpoint, or nothing; note what has changed since."""
@@ -249,7 +250,8 @@ class MethodRun:
         if score is None:
             return
         if self.best is not None:  # engines may differ in the last bits
-            gain, size = self.sign * (score - self.best[1]), max(1.0, abs(self.best[1]))
+            gain, size = self.sign * (score - self.best[1]), abs(self.best[1])
+            size = size if self.sign < 0 else max(1.0, size)  # an error is of any size
             if not gain > 1e-9 * size:
                 return
         self.best = round, score

@@ -28,7 +28,7 @@ class MetricsLog:
             folder: where they are.
             sizes: bytes of each log by its file's name; None: begin anew.
             shown: the score whose mean over test samples is logged.
-            judged: the score whose mean over validation samples is logged.
+            judged: the score whose mean over validation samples is logged, and which one that is.
         """
         self.shown, self.judged = shown, judged
         self.folder, files = folder, folder.files
@@ -52,7 +52,7 @@ class MetricsLog:
             lines = [{"round": round, "client": names[id], **scores} for id, scores in by_client]
             self._append(self.folder.scores_log, lines)
             about[self.shown] = event.scores.means("test", self.shown)
-            about["validation"] = event.scores.means("val", self.judged)
+            about["validation"], about["judged"] = event.scores.means("val", self.judged), self.judged
         if event.refused:
             about["refused"] = event.refused
         if federation.strikes:
