@@ -92,9 +92,13 @@ def test_a_table_is_prepared_as_the_clients_are(tmp_path):
     elsewhere = load(dataclasses.replace(config, public_data=str(other)), 0)
     assert elsewhere.public is not None
     assert elsewhere.public.labelled
-    assert len(elsewhere.public.y) == 40
     trained = rows_of(elsewhere.train)
     assert len(trained & rows_of(elsewhere.public)) > 20  # the same rows, prepared alike
+    measured = rows_of(elsewhere.test) | rows_of(elsewhere.val)
+    assert not measured & rows_of(elsewhere.public)
+    left_out = elsewhere.test.size[0] + elsewhere.val.size[0]
+    assert len(elsewhere.public.y) == 40 - left_out
+    assert f"; {left_out} more are left out" in elsewhere.notices[-1]
 
 
 def test_another_data_set(tmp_path):
@@ -129,3 +133,29 @@ def test_another_data_set(tmp_path):
 def test_what_cannot_be(settings, words):
     with pytest.raises(Problem, match=words):
         load(DataConfig(**settings), 0)
+
+
+def test_the_clients_own_data_are_not_elsewhere(tmp_path):
+    rows = "\n".join(f"{i / 7},{i % 2}" for i in range(40))
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text(f"size,label\n{rows}\n")
+    config = DataConfig(name="folder", dir=str(tmp_path))
+    for same in (
+        DataConfig(public_data="digits"),
+        dataclasses.replace(config, public_data=f"{tmp_path}/../{tmp_path.name}"),
+    ):
+        with pytest.raises(Problem, match=r"the clients are from '.*' themselves"):
+            load(same, 0)
+
+
+def test_samples_that_clients_are_tested_on_are_never_public(tmp_path):
+    draw = np.random.default_rng(0)
+    (tmp_path / "own").mkdir()
+    for name in ("a", "b"):
+        np.savez(tmp_path / "own" / f"{name}.npz", x=draw.normal(size=(30, 3)).astype("float32"), y=np.arange(30) % 2)
+    config = DataConfig(name="folder", dir=str(tmp_path / "own"), normalise="none")
+    tests = load(config, 0).test.x.numpy()
+    (tmp_path / "other").mkdir()
+    np.savez(tmp_path / "other" / "c.npz", x=tests, y=np.arange(len(tests)) % 2)
+    with pytest.raises(Problem, match=r"every sample of '.*' is one that a client is tested or validated on"):
+        load(dataclasses.replace(config, public_data=str(tmp_path / "other")), 0)
