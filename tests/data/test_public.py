@@ -135,6 +135,12 @@ def test_what_cannot_be(settings, words):
         load(DataConfig(**settings), 0)
 
 
+def test_public_targets_are_numbers_as_the_clients_are():
+    clients = load(DataConfig(name="diabetes", clients=4, public=40), 0)
+    assert clients.public is not None
+    assert clients.public.y.dtype == clients.train.y.dtype == torch.float32
+
+
 def test_the_clients_own_data_are_not_elsewhere(tmp_path):
     rows = "\n".join(f"{i / 7},{i % 2}" for i in range(40))
     for name in ("a.csv", "b.csv"):

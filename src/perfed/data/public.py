@@ -13,7 +13,7 @@ from perfed.core.errors import Problem, nearest
 from perfed.data.catalog import check, datasets, scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import choose
-from perfed.data.pool import TEST, TRAIN, UNDECIDED, Pool, checked, spread
+from perfed.data.pool import TEST, TRAIN, UNDECIDED, Pool, checked, label_tensor, spread
 from perfed.data.preparation import Preparation
 from perfed.data.records import Records
 from perfed.data.table import is_one_client
@@ -99,7 +99,7 @@ def from_elsewhere(config: DataConfig, seed: int, clients: Clients) -> Clients:
     classes = pool.task == clients.task.kind == "classification"  # targets have units that nobody knows
     known = classes and pool.labels is not None and pool.labels == clients.labels  # numbers alone may mean anything
     y = pool.y[able] if known else np.full_like(pool.y[able], UNKNOWN)
-    public = Split(torch.from_numpy(x), torch.from_numpy(y), (len(able),), labelled=known)
+    public = Split(torch.from_numpy(x), label_tensor(y), (len(able),), labelled=known)
     told = f"{len(able):,} samples of '{name}' are public: known to the server, and no client's"
     told += f"; {same:,} more are left out, as clients are tested or validated on the same" if same else ""
     told += "" if known else "; their labels are not known to be those of the clients, so they have none"
