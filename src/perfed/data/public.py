@@ -10,7 +10,7 @@ import torch
 
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem, nearest
-from perfed.data.catalog import check, datasets, scheme
+from perfed.data.catalog import check, datasets, public_folder, scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import choose
 from perfed.data.pool import TEST, TRAIN, UNDECIDED, Pool, checked, label_tensor, spread
@@ -110,16 +110,17 @@ def _elsewhere(config: DataConfig) -> DataConfig:
     """Return what reads the data set that public samples are from; one that the clients are from is refused."""
     name = config.public_data
     other = replace(config, name=name, public=0.0, public_data="", partition="", split="client")
-    if "/" in name or Path(name).expanduser().exists():
-        other = replace(other, name="folder", dir=name)
+    folder = public_folder(config)
+    if folder is not None:
+        other = replace(other, name="folder", dir=str(folder))
         other = replace(other, client_column="") if is_one_client(other) else other
     elif other.name not in datasets():
         raise Problem(f"data.public_data: there is no data set '{name}', and no folder{nearest(name, datasets())}")
     else:
         other = replace(other, labels="", channels="auto")
     check(other)
-    place = lambda config: config.dir and Path(config.dir).expanduser().resolve()
-    if other.name == config.name and (other.name != "folder" or place(other) == place(config)):
+    own = config.dir and Path(config.dir).expanduser().resolve()
+    if other.name == config.name and (folder is None or folder == own):
         raise Problem(
             f"data.public_data: the clients are from '{name}' themselves, so their test samples would be public: "
             "data.public alone holds some of the others out"
@@ -139,6 +140,16 @@ def _prepared(pool: Pool, rows: np.ndarray, clients: Clients, name: str) -> np.n
         shared = Preparation.of(about)
         values, _ = shared.align(Records(x.astype(np.float64), texts, pool.columns), f"data.public_data '{name}'")
         x = shared.apply(torch.from_numpy(values)).numpy()
+    if (pool.task == "next_token") != (clients.task.kind == "next_token"):
+        raise Problem(
+            f"data.public_data: the task of '{name}' is {pool.task}, that of the clients {clients.task.kind}, and "
+            "tokens go with tokens alone"
+        )
+    if pool.task == "next_token" and x.max() >= clients.task.outputs:
+        raise Problem(
+            f"data.public_data: '{name}' has the token {x.max()}, and the clients' go from 0 to "
+            f"{clients.task.outputs - 1}"
+        )
     image = clients.train.x.dtype == torch.uint8
     if x.shape[1:] != shape or (x.dtype == np.uint8) != image:
         kind = lambda bytes, shape: f"{'images of bytes' if bytes else 'numbers'} {list(shape)}"
@@ -146,4 +157,4 @@ def _prepared(pool: Pool, rows: np.ndarray, clients: Clients, name: str) -> np.n
             f"data.public_data: the samples of '{name}' are {kind(x.dtype == np.uint8, x.shape[1:])}, those of the "
             f"clients {kind(image, shape)}"
         )
-    return np.ascontiguousarray(x if image else x.astype(np.float32))
+    return np.ascontiguousarray(x if image or pool.task == "next_token" else x.astype(np.float32))
