@@ -324,6 +324,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     ):
         with pytest.raises(Problem, match=sentence):
             load(own(tmp_path, task="next-token", **settings), 0)
+    clients = load(own(tmp_path, task="next-token", normalise="federated"), 0)  # as early run folders have it
+    assert "data.normalise = federated leaves tokens as they are" in clients.notices
 
 
 @pytest.mark.parametrize(

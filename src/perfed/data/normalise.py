@@ -25,7 +25,7 @@ def choose(pool: Pool, config: DataConfig) -> str:
     """Return how the samples of a pool are normalised; refuse what does not suit them."""
     table, image = pool.x.ndim == 2, pool.x.dtype == np.uint8
     if config.normalise == "auto":
-        return resolve(config, pool.x.shape[1:])
+        return resolve(config, pool.x.shape[1:], pool.task)
     allowed = TABLES if table else IMAGES if image else AS_THEY_ARE
     if config.normalise not in allowed:
         kind = "is a table" if table else "has images of bytes" if image else "has samples that stay as they are"
@@ -34,10 +34,12 @@ def choose(pool: Pool, config: DataConfig) -> str:
     return config.normalise
 
 
-def resolve(config: DataConfig, sample: tuple[int, ...]) -> str:
+def resolve(config: DataConfig, sample: tuple[int, ...], task: str) -> str:
     """Return how samples of a shape are normalised: what data.normalise says, or what `auto` means for them."""
     if config.normalise != "auto":
         return config.normalise
+    if task == "next_token":
+        return "none"
     return usual_normalise(config) if len(sample) == 1 else "channel"
 
 
@@ -61,9 +63,11 @@ def normalised(
         The pool with other samples, or other means and deviations; the preparation as plain values, where one is made.
     """
     if pool.task == "next_token":
-        if config.normalise not in ("auto", "none"):
+        written = config.name == "folder" and config.normalise == "federated"  # as early run folders have it
+        if config.normalise not in ("auto", "none") and not written:
             raise Problem(f"data.normalise '{config.normalise}' does not suit the tokens of '{config.name}'")
-        return pool, None
+        notices = ("data.normalise = federated leaves tokens as they are",) if written else ()
+        return replace(pool, notices=(*pool.notices, *notices)), None
     known = known if known and "columns" in known else None
     chosen = choose(pool, config)
     if pool.x.ndim == 2:
