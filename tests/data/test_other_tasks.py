@@ -268,6 +268,15 @@ def test_numbers_are_binned_by_quantiles():
     assert strata("classification", np.zeros(3), None, 10) is None
 
 
+def test_bins_have_names_of_their_own_however_close_their_ends_are():
+    y = np.arange(100_010, 100_910, 10)[:, None] * 1.0
+    for numbers in (y, 1 + y * 1e-15):
+        bins = strata("regression", numbers, None, 10)
+        assert bins is not None
+        assert len(bins.ends) > 2
+        assert len(set(bins.names)) == len(bins.names) == len(bins.ends) + 1
+
+
 def test_samples_go_by_their_rarest_label():
     y = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0], [1, 1, 0]], dtype=np.float32)
     told = strata("multilabel", y, ("a", "b", "c"), 10)
@@ -315,6 +324,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     ):
         with pytest.raises(Problem, match=sentence):
             load(own(tmp_path, task="next-token", **settings), 0)
+    clients = load(own(tmp_path, task="next-token", normalise="federated"), 0)  # as early run folders have it
+    assert "data.normalise = federated leaves tokens as they are" in clients.notices
 
 
 @pytest.mark.parametrize(

@@ -230,11 +230,12 @@ def test_a_client_without_training_rows_has_no_means_of_its_own(tmp_path):
 
 def test_who_is_normalised_where_nobody_says():
     """A table of one's own files is; data sets that come with perfed stay as their papers have them."""
-    assert resolve(DataConfig(name="folder"), (5,)) == "federated"
-    assert resolve(DataConfig(name="folder"), (1, 8, 8)) == "channel"
-    assert resolve(DataConfig(name="synthetic"), (60,)) == "none"
-    assert resolve(DataConfig(name="har"), (9, 128)) == "channel"
-    assert resolve(DataConfig(name="folder", normalise="local"), (5,)) == "local"
+    assert resolve(DataConfig(name="folder"), (5,), "classification") == "federated"
+    assert resolve(DataConfig(name="folder"), (1, 8, 8), "classification") == "channel"
+    assert resolve(DataConfig(name="synthetic"), (60,), "classification") == "none"
+    assert resolve(DataConfig(name="har"), (9, 128), "classification") == "channel"
+    assert resolve(DataConfig(name="folder", normalise="local"), (5,), "classification") == "local"
+    assert resolve(DataConfig(name="folder"), (5,), "next_token") == "none"
     plain = load(DataConfig(name="synthetic", clients=3, synthetic_samples=40), 0)
     assert plain.preparation is None
     scaled = load(DataConfig(name="synthetic", clients=3, synthetic_samples=40, normalise="federated"), 0)

@@ -9,6 +9,7 @@ import torch
 from perfed.core.clients import SPLITS
 from perfed.core.errors import Problem
 from perfed.data import load
+from perfed.data.catalog import public_folder
 from perfed.data.config import DataConfig
 from perfed.data.pool import TEST, Pool
 from perfed.data.public import held_out
@@ -92,9 +93,13 @@ def test_a_table_is_prepared_as_the_clients_are(tmp_path):
     elsewhere = load(dataclasses.replace(config, public_data=str(other)), 0)
     assert elsewhere.public is not None
     assert elsewhere.public.labelled
-    assert len(elsewhere.public.y) == 40
     trained = rows_of(elsewhere.train)
     assert len(trained & rows_of(elsewhere.public)) > 20  # the same rows, prepared alike
+    measured = rows_of(elsewhere.test) | rows_of(elsewhere.val)
+    assert not measured & rows_of(elsewhere.public)
+    left_out = elsewhere.test.size[0] + elsewhere.val.size[0]
+    assert len(elsewhere.public.y) == 40 - left_out
+    assert f"; {left_out} more are left out" in elsewhere.notices[-1]
 
 
 def test_another_data_set(tmp_path):
@@ -129,3 +134,68 @@ def test_another_data_set(tmp_path):
 def test_what_cannot_be(settings, words):
     with pytest.raises(Problem, match=words):
         load(DataConfig(**settings), 0)
+
+
+def test_public_targets_are_numbers_as_the_clients_are():
+    clients = load(DataConfig(name="diabetes", clients=4, public=40), 0)
+    assert clients.public is not None
+    assert clients.public.y.dtype == clients.train.y.dtype == torch.float32
+
+
+def test_the_clients_own_data_are_not_elsewhere(tmp_path):
+    rows = "\n".join(f"{i / 7},{i % 2}" for i in range(40))
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text(f"size,label\n{rows}\n")
+    config = DataConfig(name="folder", dir=str(tmp_path))
+    for same in (
+        DataConfig(public_data="digits"),
+        dataclasses.replace(config, public_data=f"{tmp_path}/../{tmp_path.name}"),
+    ):
+        with pytest.raises(Problem, match=r"the clients are from '.*' themselves"):
+            load(same, 0)
+
+
+def test_samples_that_clients_are_tested_on_are_never_public(tmp_path):
+    draw = np.random.default_rng(0)
+    (tmp_path / "own").mkdir()
+    for name in ("a", "b"):
+        np.savez(tmp_path / "own" / f"{name}.npz", x=draw.normal(size=(30, 3)).astype("float32"), y=np.arange(30) % 2)
+    config = DataConfig(name="folder", dir=str(tmp_path / "own"), normalise="none")
+    tests = load(config, 0).test.x.numpy()
+    (tmp_path / "other").mkdir()
+    np.savez(tmp_path / "other" / "c.npz", x=tests, y=np.arange(len(tests)) % 2)
+    with pytest.raises(Problem, match=r"every sample of '.*' is one that a client is tested or validated on"):
+        load(dataclasses.replace(config, public_data=str(tmp_path / "other")), 0)
+
+
+def test_a_name_without_a_slash_is_that_of_a_data_set_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("digits", "mnist-usps", "more"):
+        (tmp_path / name).mkdir()
+    folders = {name: public_folder(DataConfig(public_data=name)) for name in ("", "digits", "mnist_usps", "more")}
+    assert folders == {"": None, "digits": None, "mnist_usps": None, "more": tmp_path / "more"}
+    assert public_folder(DataConfig(public_data="./digits")) == tmp_path / "digits"
+
+
+def test_public_tokens_stay_tokens(tmp_path):
+    draw = np.random.default_rng(0)
+
+    def folder(name, x, y):
+        (tmp_path / name).mkdir()
+        np.savez(tmp_path / name / "a.npz", x=x, y=y)
+        return str(tmp_path / name)
+
+    tokens = lambda count, largest: draw.integers(0, largest + 1, size=(count, 6))
+    some, few, many = tokens(30, 6), tokens(12, 5), tokens(12, 400)
+    some[0, 0], many[0, 0] = 6, 400
+    own = DataConfig(name="folder", dir=folder("own", some[:, :-1], some[:, 1:]), client_column="")
+    public = load(dataclasses.replace(own, public_data=folder("few", few[:, :-1], few[:, 1:])), 0).public
+    assert public is not None
+    assert public.x.dtype == torch.int64
+    assert public.x.tolist() == few[:, :-1].tolist()
+    for data, sentence in (
+        (folder("many", many[:, :-1], many[:, 1:]), "has the token 400, and the clients' go from 0 to 6"),
+        (folder("numbers", draw.normal(size=(12, 5)).astype("float32"), np.arange(12) % 2), "tokens go with tokens"),
+    ):
+        with pytest.raises(Problem, match=sentence):
+            load(dataclasses.replace(own, public_data=data), 0)

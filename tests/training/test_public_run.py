@@ -119,6 +119,22 @@ def test_other_public_samples_are_noticed(home):
         api.resume(home / "run", tiny.QUIET)
 
 
+def test_a_public_folder_is_found_from_everywhere_and_may_move(home, monkeypatch):
+    raw = settings(home, rounds=1)
+    (home / "more").mkdir()
+    np.savez(home / "more" / "m.npz", x=np.random.default_rng(1).normal(size=(20, 4)).astype("float32"), y=[0, 1] * 10)
+    monkeypatch.chdir(home)
+    api.start(from_dict(raw | {"data": raw["data"] | {"public_data": "more"}}), home / "run", tiny.QUIET)
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    path = home / "run" / "config.toml"
+    assert f'public_data = "{home / "more"}"' in path.read_text()
+    (home / "more").rename(home / "moved")
+    path.write_text(path.read_text().replace(str(home / "more"), str(home / "moved")))
+    assert not any(each["changes"] for each in perfed.load(home / "run").summary())
+    api.resume(home / "run", tiny.QUIET)
+
+
 def test_newcomers_get_them(home):
     api.start(from_dict(settings(home)), home / "run", tiny.QUIET)
     draw = np.random.default_rng(1)

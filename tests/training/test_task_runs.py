@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from real_data import real
+from rich.console import Console
 
 import perfed
 from perfed import api
@@ -161,6 +163,42 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
         (tmp_path / "run" / file).unlink()
     command(monkeypatch, "resume", tmp_path / "run")
     assert (tmp_path / "run/fedavg/metrics.jsonl").read_bytes() == whole
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory):
+    """A run that predicts tokens from files of one's own."""
+    home = tmp_path_factory.mktemp("talk")
+    (home / "data").mkdir()
+    for seed, name in enumerate("ab"):
+        tokens = np.random.default_rng(seed).integers(0, 7, size=(30, 6))
+        np.savez(home / "data" / f"{name}.npz", x=tokens[:, :-1], y=tokens[:, 1:])
+    settings = {"data": "folder", "data_dir": str(home / "data"), "engine": "sequential", "baseline": False}
+    return perfed.run("fedavg", out=home / "run", **QUICK, **settings)
+
+
+@pytest.mark.parametrize("normalise", ["none", "federated"])
+def test_a_run_of_own_tokens_can_be_resumed(talk, tmp_path, normalise):
+    """Early folders say `federated`, which tokens are not."""
+    assert talk.config.data.normalise == "none"
+    folder = shutil.copytree(talk.path, tmp_path / "run")
+    for file in ("fedavg/result.json", "fedavg/metrics.jsonl", "fedavg/rounds.jsonl", "fedavg/times.jsonl"):
+        (folder / file).unlink()
+    shutil.rmtree(folder / "fedavg" / "checkpoints", ignore_errors=True)
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace('normalise = "none"', f'normalise = "{normalise}"'))
+    assert f'normalise = "{normalise}"' in (folder / "config.toml").read_text()
+    api.resume(folder, Console(quiet=True))
+    assert (folder / "fedavg/result.json").exists()
+
+
+@pytest.mark.parametrize("wrong", [7, -1, 3.7, np.nan])
+def test_an_input_that_is_no_token_is_refused(talk, wrong):
+    client, x = talk.clients()[0], np.zeros((3, 5))
+    assert client.predict(x).shape == (3, 5)
+    x[1, 2] = wrong
+    with pytest.raises(Problem, match=rf"holds {wrong}.* \(sample 1, place 2\), .* numbers from 0 to 6"):
+        client.predict(x)
 
 
 @pytest.mark.parametrize(

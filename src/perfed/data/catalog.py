@@ -51,6 +51,17 @@ def _declared(config: DataConfig) -> dict[str, str]:
     return constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
 
 
+def public_folder(config: DataConfig) -> Path | None:
+    """Return the folder that public samples are read from; None: there is none.
+
+    A name without a slash is that of a data set first, whatever lies in the working directory.
+    """
+    name = config.public_data
+    if "/" not in name and (name.replace("_", "-") in datasets() or not name or not Path(name).expanduser().exists()):
+        return None
+    return Path(name).expanduser().resolve()
+
+
 def check(config: DataConfig) -> None:
     """Refuse what can be refused without reading a data file."""
     refuse_file(config.name, "data.name")

@@ -63,9 +63,11 @@ def normalised(
         The pool with other samples, or other means and deviations; the preparation as plain values, where one is made.
     """
     if pool.task == "next_token":
-        if config.normalise not in ("auto", "none"):
+        written = config.name == "folder" and config.normalise == "federated"  # as early run folders have it
+        if config.normalise not in ("auto", "none") and not written:
             raise Problem(f"data.normalise '{config.normalise}' does not suit the tokens of '{config.name}'")
-        return pool, None
+        notices = ("data.normalise = federated leaves tokens as they are",) if written else ()
+        return replace(pool, notices=(*pool.notices, *notices)), None
     known = known if known and "columns" in known else None
     chosen = choose(pool, config)
     if pool.x.ndim == 2:

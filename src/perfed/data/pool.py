@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from perfed.core.errors import Problem
 from perfed.core.task import IGNORED
@@ -211,6 +213,11 @@ def spread(count: int, chosen: int, rng: np.random.Generator) -> np.ndarray:
     if chosen == 0:
         return np.empty(0, dtype=np.int64)
     return np.minimum(((np.arange(chosen) + rng.random()) * (count / chosen)).astype(np.int64), count - 1)
+
+
+def label_tensor(y: np.ndarray) -> Tensor:
+    """Return labels as networks are trained on them: targets of float64 become float32, as their outputs are."""
+    return torch.from_numpy(y.astype(np.float32) if y.dtype == np.float64 else y)
 
 
 def data_dir(config: DataConfig) -> Path:

@@ -10,10 +10,10 @@ import torch
 
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem, nearest
-from perfed.data.catalog import check, datasets, scheme
+from perfed.data.catalog import check, datasets, public_folder, scheme
 from perfed.data.config import DataConfig
 from perfed.data.normalise import choose
-from perfed.data.pool import TEST, TRAIN, UNDECIDED, Pool, checked, spread
+from perfed.data.pool import TEST, TRAIN, UNDECIDED, Pool, checked, label_tensor, spread
 from perfed.data.preparation import Preparation
 from perfed.data.records import Records
 from perfed.data.table import is_one_client
@@ -73,38 +73,59 @@ def from_elsewhere(config: DataConfig, seed: int, clients: Clients) -> Clients:
     Args:
         config: names it.
         seed: what samples are drawn from, where not all are wanted.
-        clients: the clients.
+        clients: the clients, whose test and validation samples are left out.
     """
-    name = config.public_data
-    other = replace(config, name=name, public=0.0, public_data="", partition="", split="client")
-    if "/" in name or Path(name).expanduser().exists():
-        other = replace(other, name="folder", dir=name)
-        other = replace(other, client_column="") if is_one_client(other) else other
-    elif name.replace("_", "-") not in datasets():
-        raise Problem(f"data.public_data: there is no data set '{name}', and no folder{nearest(name, datasets())}")
-    else:
-        other = replace(other, labels="", channels="auto")
-    check(other)
+    name, other = config.public_data, _elsewhere(config)
     pool = checked(load_member("perfed.data.sources", other.name).load(other, seed), other.name)
     able = np.ones(len(pool.y), dtype=bool) if pool.part is None else pool.part != TEST
     able = np.flatnonzero(able if pool.official is None else able & (pool.official != TEST))
+    x = _prepared(pool, able, clients, name)
+    measured = {row.tobytes() for split in (clients.test, clients.val) for row in split.x.numpy()}
+    unseen = np.array([row.tobytes() not in measured for row in x], dtype=bool)
+    same = len(x) - unseen.sum()
+    x, able = x[unseen], able[unseen]
+    if not len(x):
+        raise Problem(f"data.public_data: every sample of '{name}' is one that a client is tested or validated on")
     if config.public:
         count = int(len(able) * config.public + 0.5) if config.public < 1 else int(config.public)
         if not 1 <= count <= len(able):
             raise Problem(
                 f"data.public asks for {count} samples, and '{name}' has {len(able)} that are not for testing"
             )
-        shuffled = np.random.default_rng([seed, _PUBLIC]).permutation(able)
-        shuffled = shuffled[np.argsort(pool.stratum[shuffled], kind="stable")]
-        able = np.sort(shuffled[spread(len(able), count, np.random.default_rng([seed, _PUBLIC, 1]))])
-    x = _prepared(pool, able, clients, name)
+        places = np.random.default_rng([seed, _PUBLIC]).permutation(len(able))
+        places = places[np.argsort(pool.stratum[able[places]], kind="stable")]
+        places = np.sort(places[spread(len(able), count, np.random.default_rng([seed, _PUBLIC, 1]))])
+        x, able = x[places], able[places]
     classes = pool.task == clients.task.kind == "classification"  # targets have units that nobody knows
     known = classes and pool.labels is not None and pool.labels == clients.labels  # numbers alone may mean anything
     y = pool.y[able] if known else np.full_like(pool.y[able], UNKNOWN)
-    public = Split(torch.from_numpy(x), torch.from_numpy(y), (len(able),), labelled=known)
+    public = Split(torch.from_numpy(x), label_tensor(y), (len(able),), labelled=known)
     told = f"{len(able):,} samples of '{name}' are public: known to the server, and no client's"
+    told += f"; {same:,} more are left out, as clients are tested or validated on the same" if same else ""
     told += "" if known else "; their labels are not known to be those of the clients, so they have none"
     return replace(clients, public=public, notices=(*clients.notices, told))
+
+
+def _elsewhere(config: DataConfig) -> DataConfig:
+    """Return what reads the data set that public samples are from; one that the clients are from is refused."""
+    name = config.public_data
+    other = replace(config, name=name, public=0.0, public_data="", partition="", split="client")
+    folder = public_folder(config)
+    if folder is not None:
+        other = replace(other, name="folder", dir=str(folder))
+        other = replace(other, client_column="") if is_one_client(other) else other
+    elif other.name not in datasets():
+        raise Problem(f"data.public_data: there is no data set '{name}', and no folder{nearest(name, datasets())}")
+    else:
+        other = replace(other, labels="", channels="auto")
+    check(other)
+    own = config.dir and Path(config.dir).expanduser().resolve()
+    if other.name == config.name and (folder is None or folder == own):
+        raise Problem(
+            f"data.public_data: the clients are from '{name}' themselves, so their test samples would be public: "
+            "data.public alone holds some of the others out"
+        )
+    return other
 
 
 def _prepared(pool: Pool, rows: np.ndarray, clients: Clients, name: str) -> np.ndarray:
@@ -119,6 +140,16 @@ def _prepared(pool: Pool, rows: np.ndarray, clients: Clients, name: str) -> np.n
         shared = Preparation.of(about)
         values, _ = shared.align(Records(x.astype(np.float64), texts, pool.columns), f"data.public_data '{name}'")
         x = shared.apply(torch.from_numpy(values)).numpy()
+    if (pool.task == "next_token") != (clients.task.kind == "next_token"):
+        raise Problem(
+            f"data.public_data: the task of '{name}' is {pool.task}, that of the clients {clients.task.kind}, and "
+            "tokens go with tokens alone"
+        )
+    if pool.task == "next_token" and x.max() >= clients.task.outputs:
+        raise Problem(
+            f"data.public_data: '{name}' has the token {x.max()}, and the clients' go from 0 to "
+            f"{clients.task.outputs - 1}"
+        )
     image = clients.train.x.dtype == torch.uint8
     if x.shape[1:] != shape or (x.dtype == np.uint8) != image:
         kind = lambda bytes, shape: f"{'images of bytes' if bytes else 'numbers'} {list(shape)}"
@@ -126,4 +157,4 @@ def _prepared(pool: Pool, rows: np.ndarray, clients: Clients, name: str) -> np.n
             f"data.public_data: the samples of '{name}' are {kind(x.dtype == np.uint8, x.shape[1:])}, those of the "
             f"clients {kind(image, shape)}"
         )
-    return np.ascontiguousarray(x if image else x.astype(np.float32))
+    return np.ascontiguousarray(x if image or pool.task == "next_token" else x.astype(np.float32))

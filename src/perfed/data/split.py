@@ -16,7 +16,7 @@ from perfed.data.config import DataConfig
 from perfed.data.normalise import normalised
 from perfed.data.order import order
 from perfed.data.partition import settings
-from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool, spread
+from perfed.data.pool import TEST, TRAIN, UNDECIDED, VAL, Pool, label_tensor, spread
 from perfed.data.preparation import words
 from perfed.data.skew import Skews, draw, refuse_unfit
 from perfed.data.targets import standardised
@@ -72,8 +72,7 @@ def assemble(
         for client, size, end in zip(places, sizes, np.cumsum(sizes), strict=True):
             x[end - size : end] = skews.features(x[end - size : end], int(client), code)
         y = np.concatenate([labels[code][client] for client in places])
-        y = y.astype(np.float32) if y.dtype == np.float64 else y
-        tables[name] = Split(torch.from_numpy(x), torch.from_numpy(y), sizes)
+        tables[name] = Split(torch.from_numpy(x), label_tensor(y), sizes)
     scale = lambda values: None if values is None else torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 1)
     about = _about(config, skews, places, measures(counts[places]), pool)
     classes = pool.task == "classification"
@@ -88,7 +87,7 @@ def assemble(
     described |= _task(pool, preparation)
     described |= {"mean": scale(pool.mean), "std": scale(pool.std), "preparation": preparation}
     if len(public):
-        described["public"] = Split(torch.from_numpy(pool.x[public]), torch.from_numpy(pool.y[public]), (len(public),))
+        described["public"] = Split(torch.from_numpy(pool.x[public]), label_tensor(pool.y[public]), (len(public),))
         told = (
             f"{len(public):,} samples are public: known to the server, held out before the partition, and no client's"
         )

@@ -82,7 +82,7 @@ def strata(task: str, y: np.ndarray, labels: tuple[str, ...] | None, bins: int) 
         return Strata((*names, "none"), "label", "rarest label", rarest=rarest)
     if task == "regression":
         ends = _ends(_first(y), bins)
-        edges = ["", *(f"{end:.4g}" for end in ends), ""]
+        edges = ["", *_distinct(ends), ""]
         named = tuple(f"{low}..{high}" for low, high in pairwise(edges)) if ends else (ALIKE,)
         return Strata(named, "bin", f"{len(named)} bins of '{names[0]}'", ends)
     return Strata((ALIKE,), "sample", "samples")
@@ -98,6 +98,12 @@ def _ends(numbers: np.ndarray, bins: int) -> tuple[float, ...]:
     places = np.searchsorted(known, np.quantile(numbers, np.arange(1, bins) / bins, method="higher"))
     places = np.unique(places[places > 0])
     return tuple(((known[places - 1] + known[places]) / 2).tolist())
+
+
+def _distinct(ends: tuple[float, ...]) -> list[str]:
+    """Write the ends of bins with as many digits as tell them apart, and four at least: bins are known by them."""
+    written = ([f"{end:.{digits}g}" for end in ends] for digits in range(4, 18))
+    return next(names for names in written if len({*names}) == len(ends))
 
 
 def strata_of(clients: Clients) -> Strata | None:

@@ -39,6 +39,7 @@ from torch import Tensor
 from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.core.task import Classification, Task, task_of
+from perfed.data.catalog import public_folder
 from perfed.data.preparation import Column, Preparation
 from perfed.engines.scores import PERSONAL
 from perfed.engines.trees import pack, paths, unpack
@@ -218,6 +219,8 @@ class SettingsFolder:
         model = model.renamed(self._with_copy)
         if data.dir is not None:  # a run may be resumed from another folder
             data = dataclasses.replace(data, dir=str(Path(data.dir).expanduser().resolve()))
+        if (public := public_folder(data)) is not None:
+            data = dataclasses.replace(data, public_data=str(public))
         return dataclasses.replace(config, methods=tuple(names), model=model, data=data)
 
     def _with_copy(self, name: str) -> str:

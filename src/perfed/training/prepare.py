@@ -207,8 +207,8 @@ def prepare(config: Config) -> Experiment:
     names, _ = share(model, clients.names)
     model = model if len(names) > 1 else model.alone(names[0])
     data = dataclasses.replace(config.data, partition=scheme(config.data))
-    kind = clients.task.kind
-    data = dataclasses.replace(data, normalise=resolve(data, clients.shape, kind), task=kind)
+    task = clients.task.kind
+    data = dataclasses.replace(data, normalise=resolve(data, clients.shape, task), task=task)
     config = dataclasses.replace(config, data=data, model=model)
     engine = pick_engine(config.run, device, cohort_size(len(clients), config.run.participation))
     network, notices = build(model, clients, config.run.precision), (*told, *clients.notices)

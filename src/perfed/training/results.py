@@ -142,7 +142,7 @@ class ClientModel:
         if x.shape[1:] != shape or x.dim() != len(shape) + 1:
             raise Problem(f"the input must have the shape [samples, {', '.join(map(str, shape))}], not {list(x.shape)}")
         if self.run.about.get("tokens"):
-            return _finite_logits(network, x.long())
+            return _finite_logits(network, _tokens(x, self.run.task.outputs))
         image = self.run.about["image"]  # trained on bytes: then x holds 0 to 255, whatever its type
         x = x.to(dtype) / (255 if image else 1)
         if image and self.run.about["mean"] is not None:
@@ -171,6 +171,18 @@ def _records(x: Any) -> Records:
     if x.ndim != 2 or x.dtype.kind not in "biuf":
         raise Problem(f"the input must be rows of numbers [samples, columns], or a DataFrame, not {x.dtype} {x.shape}")
     return numbers_alone(x.astype(np.float64))
+
+
+def _tokens(x: Tensor, count: int) -> Tensor:
+    """Return samples as tokens; refuse numbers that are none."""
+    wrong = (x != x.long()) | (x < 0) | (x >= count)
+    if wrong.any():
+        row, place = wrong.nonzero()[0].tolist()
+        raise Problem(
+            f"the input holds {x[row, place].item()} (sample {row}, place {place}), which is no token: they are whole "
+            f"numbers from 0 to {count - 1}"
+        )
+    return x.long()
 
 
 def _finite_logits(network: nn.Module, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from perfed.training import catalog
 from perfed.training.config import NEUTRAL, SECTIONS, Config
 from perfed.training.files import shown
 
-_ELSEWHERE = {"run.baseline", "data.dir"}  # another method's business; a folder that may move: the data have a digest
+# another method's business; folders that may move: their data have digests
+_ELSEWHERE = {"run.baseline", "data.dir", "data.public_data"}
 FIXED = (
     "model.",
     "data.",
@@ -58,6 +59,7 @@ def decisive(config: Config, entry: catalog.Entry, clients: dict[str, Any]) -> S
     bare = config.model.renamed(without_folder)
     flat |= {"model.networks": bare.networks, "model.clients": bare.clients}
     flat["data.digest"] = clients.get("digest")
+    flat["data.public_digest"] = (clients.get("public") or {}).get("digest")
     return json.loads(json.dumps({key: value for key, value in flat.items() if key not in _ELSEWHERE}))
 
 
