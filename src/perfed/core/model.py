@@ -532,7 +532,7 @@ class _Seen(NamedTuple):
 
 
 def _look(model: Model) -> _Seen:
-    """Run a network once on a sample of zeros, and watch its head."""
+    """Run a network once on a sample of ones, and watch its head."""
     if model._seen is not None:
         return model._seen
     if model.inputs is None:
@@ -547,7 +547,8 @@ def _look(model: Model) -> _Seen:
     try:
         with outside_transformations(), torch.no_grad():
             dtype = torch.int64 if model.tokens else model.dtype
-            x = torch.zeros(1, *model.inputs, dtype=dtype, device=model.device)
+            # Of zeros, which may be padding, nothing would be left.
+            x = torch.ones(1, *model.inputs, dtype=dtype, device=model.device)
             out, _ = model.apply(model.init(0), x)
     finally:
         for hook in hooks:
