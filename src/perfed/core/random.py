@@ -105,7 +105,8 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
 
     Args:
         key: one key; equal keys draw equal numbers. In a step take `derive(batch.key, n)`, another n for each use.
-        shape: the result's shape.
+            Several draw so much each, as in `uniform`.
+        shape: the result's shape; for several keys behind theirs.
         dtype: the result's type.
 
     Returns:
@@ -116,10 +117,10 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
         tensor([-1.3019,  0.6428,  1.3831])
     """
     count = math.prod(shape)
-    radius, angle = uniform(key, (-(-count // 2), 2), torch.float64).unbind(1)
+    radius, angle = uniform(key, (-(-count // 2), 2), torch.float64).unbind(-1)
     radius, angle = (-2 * (1 - radius).log()).sqrt(), 2 * math.pi * angle  # 1 - radius is never 0
-    pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], 1)
-    return pairs.flatten()[:count].to(dtype).reshape(shape)
+    pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
+    return pairs.flatten(-2)[..., :count].to(dtype).reshape((*key.shape, *shape))
 
 
 def choose(key: Tensor, count: int, among: int) -> list[int]:

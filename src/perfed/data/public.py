@@ -18,8 +18,8 @@ from perfed.data.preparation import Preparation
 from perfed.data.records import Records
 from perfed.data.table import is_one_client
 from perfed.discover import load_member
+from perfed.engines.public import UNKNOWN
 
-UNKNOWN = -1  # a label that nobody has
 _PUBLIC = 10  # the random stream of this purpose
 
 

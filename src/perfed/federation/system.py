@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perfed.core.random import SYSTEM, derive, uniform
+from perfed.core.random import SYSTEM, derive, normal, uniform
 from perfed.federation.config import SystemConfig
 
 # What is drawn: a client's own numbers, then those of a round.
@@ -44,7 +44,7 @@ class System(SystemConfig):
             return None
         share = _uniform(_keys(seed, AFFORD, ids))
         mean = self.affordable_min + (self.affordable_max - self.affordable_min) * share
-        now = mean * (1 + self.affordable_spread * _normal(_keys(seed, AFFORD_NOW, ids, round)))
+        now = mean * (1 + self.affordable_spread * normal(_keys(seed, AFFORD_NOW, ids, round), (), torch.float64))
         return [math.floor(epochs * 1000) / 1000 for epochs in now.clamp_min(0).tolist()]
 
     def seconds(
@@ -80,12 +80,6 @@ def _uniform(keys: Tensor) -> Tensor:
     return uniform(keys, (), torch.float64)
 
 
-def _normal(keys: Tensor) -> Tensor:
-    """Return for each key a number from the standard normal distribution, by the rule of Box and Muller."""
-    radius, angle = uniform(keys, (2,), torch.float64).unbind(1)
-    return (-2 * (1 - radius).log()).sqrt() * (2 * math.pi * angle).cos()  # 1 - radius is never 0
-
-
 def _spread(deviation: float, keys: Tensor) -> Tensor:
     """Return for each key a factor whose logarithm has this deviation, and the median 1."""
-    return (deviation * _normal(keys)).exp()
+    return (deviation * normal(keys, (), torch.float64)).exp()
