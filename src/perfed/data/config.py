@@ -17,6 +17,9 @@ class DataConfig:
 
     name: str = hyper("digits", "data set: see `perfed list datasets`; 'folder' for your own files")
     dir: str | None = hyper(None, "folder with data files (default: $PERFED_DATA, then ~/.cache/perfed)")
+    samples: int = hyper(
+        0, "most samples of the data set, drawn class by class in equal shares where it has classes; 0: all", at_least=0
+    )
     partition: str = hyper("", "how one data set becomes clients (default: natural if it has clients, else dirichlet)")
     clients: int = hyper(20, "number of clients (natural partition: at most this many; 0 is all)", at_least=0)
     alpha: float = hyper(0.3, "Dirichlet concentration: small is uneven", above=0)
