@@ -31,17 +31,17 @@ def load(config: DataConfig, seed: int, known: Mapping[str, Any] | None = None) 
     check(config)
     import numpy as np
 
-    from perfed.data.fewer import fewer  # these import numpy and torch
-    from perfed.data.official import in_parts
+    from perfed.data.official import in_parts  # these import numpy and torch
     from perfed.data.partition import partition
     from perfed.data.pool import checked
     from perfed.data.public import from_elsewhere, held_out
     from perfed.data.split import assemble
+    from perfed.data.subset import subset
 
     pool = checked(load_member("perfed.data.sources", config.name).load(config, seed), config.name, config.bins)
     if config.task not in ("auto", pool.task):
         raise Problem(f"data.task is for files of your own (data set 'folder'): '{config.name}' is {pool.task}")
-    pool = fewer(pool, config, seed)
+    pool = subset(pool, config, seed)
     if config.split == "official":
         pool = in_parts(pool, config, seed)
     public = held_out(pool, config, seed)

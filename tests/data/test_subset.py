@@ -12,8 +12,8 @@ from perfed.core.clients import SPLITS
 from perfed.core.errors import Problem
 from perfed.data import load
 from perfed.data.config import DataConfig
-from perfed.data.fewer import fewer
 from perfed.data.pool import TEST, TRAIN, Pool, checked
+from perfed.data.subset import subset
 from perfed.training.settings import decisive
 
 
@@ -23,7 +23,7 @@ def pool(counts=(100,) * 4, **more):
 
 
 def cut(samples, everything=None, seed=0, **settings):
-    return fewer(everything or pool(), DataConfig(samples=samples, partition="iid", **settings), seed)
+    return subset(everything or pool(), DataConfig(samples=samples, partition="iid", **settings), seed)
 
 
 def rows(chosen):
@@ -75,7 +75,7 @@ def test_natural_clients_keep_their_proportions():
     y = np.where(owner == 0, np.arange(400) % 4 > 0, np.arange(400) % 2).astype(np.int64)
     everything = dataclasses.replace(pool(), y=y, classes=2, owner=owner)
     natural = DataConfig(samples=100, partition="natural")
-    chosen = fewer(everything, natural, 0)
+    chosen = subset(everything, natural, 0)
     assert np.bincount(chosen.owner).tolist() == [50, 49, 1]
     assert abs(chosen.y[chosen.owner == 0].sum() - 37.5) <= 0.5
     assert abs(chosen.y[chosen.owner == 1].sum() - 24.5) <= 0.5
@@ -83,13 +83,13 @@ def test_natural_clients_keep_their_proportions():
     dealt = cut(100, everything)  # a partition that takes no notice of owners
     assert np.bincount(dealt.y).tolist() == [50, 50]
     with pytest.raises(Problem, match="are of 3 clients, and parts of theirs, that are to keep some"):
-        fewer(everything, dataclasses.replace(natural, samples=2), 0)
+        subset(everything, dataclasses.replace(natural, samples=2), 0)
 
 
 def test_what_a_source_has_split_stays_split():
     part = np.where(np.arange(400) < 100, TEST, TRAIN)
     owner = np.arange(400) % 2
-    chosen = fewer(pool(part=part, owner=owner), DataConfig(samples=40, partition="natural"), 0)
+    chosen = subset(pool(part=part, owner=owner), DataConfig(samples=40, partition="natural"), 0)
     for client in (0, 1):
         assert (chosen.part[chosen.owner == client] == TEST).sum() == 5
         assert (chosen.part[chosen.owner == client] == TRAIN).sum() == 15
