@@ -53,7 +53,7 @@ def subset(pool: Pool, config: DataConfig, seed: int) -> Pool:
 def _first(pool: Pool, rows: np.ndarray, quota: int, even: bool, rng: np.random.Generator) -> np.ndarray:
     """Choose at most `quota` of some rows, in whole units, but one unit at least.
 
-    Units stand in a row by manner much of their class is before them: in rows where classes are to be `even`, else in
+    Units stand in a row by how much of their class is before them: in rows where classes are to be `even`, else in
     shares of the class. The first ones are chosen.
     """
     unit = rows if pool.unit is None else pool.unit[rows]
