@@ -162,6 +162,17 @@ def test_list_methods(answer):
     assert all(method["summary"] and method["title"] for method in listed.values())
     assert "arxiv.org" in listed["fedavg"]["paper"]
     assert not {"seed", "cohort", "model"} & {setting["name"] for setting in listed["pgfed"]["hyperparameters"]}
+    assert listed["fedavg"]["described"] is False
+
+
+def test_a_list_says_which_methods_are_made_after_descriptions(call, monkeypatch):
+    entry = catalog.find("fedprox")
+    known = dataclasses.replace(entry, doc="FedProx: a pull.\n\nAfter the description of A: B. https://arxiv.org/abs/1")
+    monkeypatch.setattr(catalog, "methods", lambda: {"local": catalog.find("local"), "fedprox": known})
+    code, out, err = call("list")
+    assert (code, err) == (0, "")
+    assert [line.endswith(" (after its description)") for line in out.splitlines()] == [False, True]
+    assert out.splitlines()[1].split(maxsplit=1) == ["fedprox", "a pull (after its description)"]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "methods"])

@@ -53,3 +53,17 @@ def test_a_users_file_is_read_anew(tmp_path):
     for value in (0.5, 0.75):
         path.write_text(text.format(value))
         assert catalog.find(str(path)).fields["share"].default == value
+
+
+def test_a_method_says_whether_it_is_made_after_descriptions(tmp_path):
+    path = tmp_path / "mine.py"
+    body = "from perfed.methods.fedavg import FedAvg\n\nclass Mine(FedAvg):\n    pass\n"
+    reference = "A. Author: A title.\nhttps://arxiv.org/abs/1"
+    for second, told in (
+        (f"After the description\nof {reference}", True),
+        (f"{reference} After the description of it.", False),
+        ("After the description of somebody without a source.", False),
+    ):
+        path.write_text(f'"""Mine: an idea.\n\n{second}\n\nMore.\n"""\n{body}')
+        assert catalog.find(str(path)).described is told
+        assert catalog.find(str(path)).summary == "an idea"

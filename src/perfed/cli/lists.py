@@ -15,7 +15,7 @@ from perfed.studies.papers import protocol
 from perfed.training import catalog
 
 KINDS = {
-    "methods": lambda: {name: entry.summary for name, entry in catalog.methods().items()},
+    "methods": lambda: {name: _line(entry) for name, entry in catalog.methods().items()},
     "datasets": datasets,
     "partitions": partitions,
     "models": models.networks,
@@ -42,6 +42,11 @@ def list_(
     answer(json, {kind: listed}, lines)
 
 
+def _line(entry: catalog.Entry) -> str:
+    """Return what a method is, and whether it is made after descriptions of it."""
+    return entry.summary + " (after its description)" * entry.described
+
+
 def _details(entry: catalog.Entry) -> dict[str, Any]:
     """Return everything there is to know of a method, in plain values; what it sends is measured."""
     from perfed.studies.method_costs import bytes_sent  # imports torch
@@ -51,5 +56,6 @@ def _details(entry: catalog.Entry) -> dict[str, Any]:
         for name, field in entry.fields.items()
     ]
     about = {"name": entry.name, "title": entry.title, "summary": entry.summary, "paper": entry.paper}
+    about |= {"described": entry.described}
     about |= {"category": entry.category, "evaluates": entry.evaluates, "vectorised": entry.vectorised}
     return {**about, **bytes_sent(entry), "hyperparameters": fields}

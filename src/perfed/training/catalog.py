@@ -17,6 +17,7 @@ from perfed.discover import describe, load_file, load_member, parse
 
 METHODS = Path(__file__).parent.parent / "methods"
 BASE = Path(__file__).parent.parent / "core" / "method.py"
+DESCRIBED = "After the description of"  # so the reference begins of a method whose own paper or code nobody has read
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Entry:
         """The reference: the docstring's second paragraph, where it names a source."""
         paragraphs = [" ".join(paragraph.split()) for paragraph in self.doc.strip().split("\n\n")]
         return paragraphs[1] if len(paragraphs) > 1 and "http" in paragraphs[1] else ""
+
+    @property
+    def described(self) -> bool:
+        """Whether the rule is known from descriptions alone, neither from the paper's own text nor from its code."""
+        return self.paper.startswith(DESCRIBED)
 
     def check(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return settings of the right types and inside their ranges; refuse others."""
