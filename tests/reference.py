@@ -5,12 +5,15 @@ of the file runs the library on the same world.
 """
 
 import copy
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from perfed.core.clients import Split
 from perfed.core.model import Model
 from perfed.core.random import TRAIN, derive, shuffle
+from perfed.core.rates import Rates
 from perfed.core.tree import rows
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
@@ -66,6 +69,13 @@ def average(nets, shares):
             result[name] = sum(s * state[name] for s, state in zip(shares, states, strict=True)) / sum(shares)
     out.load_state_dict(result)
     return out
+
+
+def equal_clients(clients):
+    """Four clients of 14 samples: uniform weights and sample counts agree."""
+    cut = lambda s, n: Split(s.x[: 4 * n], s.y[: 4 * n], (n,) * 4)
+    splits = {"train": cut(clients.train, 14), "val": cut(clients.val, 2), "test": cut(clients.test, 3)}
+    return replace(clients, names=tuple("abcd"), **splits)
 
 
 class World:
@@ -124,14 +134,14 @@ class World:
 
     # ------------------------------------------------------------------ the library
 
-    def federation(self, kind, clients=None, **more):
+    def federation(self, kind, clients=None, length=1, **more):
         model = Model(self.build, dtype=torch.float64)
         cohort = more.pop("cohort", 3)
-        method = kind(model, **(self.settings | more))
-        return Federation(Sequential(Job(method, clients or self.clients, ORDER, cohort)))
+        method, rates = kind(model, **(self.settings | more)), Rates(rounds=length)
+        return Federation(Sequential(Job(method, clients or self.clients, ORDER, cohort, rates=rates)))
 
     def run(self, kind, rounds=ROUNDS, **more):
-        fed = self.federation(kind, **more)
+        fed = self.federation(kind, length=len(rounds), **more)
         for cohort in rounds:
             fed.step(cohort)
         return fed

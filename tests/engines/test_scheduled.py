@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from perfed.contract import checks, toy
+from perfed.core.errors import Problem
 from perfed.core.model import Model
 from perfed.core.rates import Rates
 from perfed.engines.base import Job
@@ -92,3 +93,10 @@ def test_runs_of_several_rates_in_one_batch(name):
             single.step()
         assert checks.difference(federation.server, single.server) < 1e-12
         assert checks.difference(scores.tables, single.evaluate().tables) < 1e-12
+
+
+def test_a_method_knows_how_many_rounds_the_run_has():
+    three, four = job(seed=1), job(seed=2, rates=Rates(rounds=4))
+    assert [Federation(Sequential(each)).method.context.rounds for each in (three, four)] == [3, 4]
+    with pytest.raises(Problem, match="as many rounds, not 3 and 4"):
+        Vectorised(three, four)

@@ -13,6 +13,7 @@ from perfed.core.clients import SPLITS, Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
+from perfed.core.rates import Rates
 from perfed.core.task import IGNORED, Binary, Multilabel, NextToken, Regression, Task
 from perfed.engines.base import Job
 from perfed.training.catalog import Entry
@@ -161,7 +162,7 @@ def job(method: Method, clients: Clients | None = None, wire: Transform = Identi
         wire: what happens to uploads on their way.
         seed: the run's.
     """
-    return Job(method, clients or toy_clients(), seed, cohort=3, wire=wire)
+    return Job(method, clients or toy_clients(), seed, cohort=3, wire=wire, rates=Rates(rounds=len(COHORTS)))
 
 
 def networks(entry: Entry) -> list[str]:

@@ -20,6 +20,7 @@ class Context:
         phase: the name of the round's phase, see `Method.phase`; between two rounds there is none.
         population: number of clients in all.
         cohort: number of clients that a round is meant to have.
+        rounds: number of rounds of the whole run, over which a method may stretch what changes.
         public: number of public samples, where the method needs such.
         networks: the networks of the clients and who has which; None: all have the same one.
         network: the number of the client's own network, in a function that runs for ONE client.
@@ -31,6 +32,7 @@ class Context:
     phase: str = ""
     population: int = 0
     cohort: int = 0
+    rounds: int = 1
     public: int = 0
     networks: Networks | None = None
     network: int = 0

@@ -56,7 +56,7 @@ class Job:
         cohort: number of clients in a round; 0: all.
         wire: what happens to uploads on their way.
         folder: where clients' states are written that memory has no room for; None: the system's temporary folder.
-        rates: what the method's learning rate is multiplied by in each round.
+        rates: what the method's learning rate is multiplied by in each round, and how many rounds the run has.
     """
 
     method: Method
@@ -421,7 +421,7 @@ class Engine(ABC):
         tokens = job.clients.train.x.dtype == torch.int64
         fast = lambda model: FastModel.of(model, kernels=self.kernels).taking(job.clients.shape, tokens)
         clients = visible(job.method, job.clients)
-        run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients))
+        run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients), rounds=job.rates.rounds)
         if job.method.public and clients.public is not None:
             run = replace(run, public=len(clients.public.y))
         several = job.method.context.networks

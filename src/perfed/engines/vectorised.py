@@ -427,6 +427,8 @@ def _refuse_unlike(jobs: Sequence[Job]) -> None:
         mine, other = method.context, job.method.context
         if (mine.population, mine.cohort, mine.public) != (other.population, other.cohort, other.public):
             raise Problem("runs that train together need as many clients and public samples, and cohorts of one size")
+        if mine.rounds != other.rounds:
+            raise Problem(f"runs that train together need as many rounds, not {mine.rounds} and {other.rounds}")
         if theirs.task != model.task:
             raise Problem("runs that train together need the same task, regression with the same shift and scale")
         if not _alike(theirs.class_weights, model.class_weights):
