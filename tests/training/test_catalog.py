@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from perfed.contract.toy import maker
 from perfed.core.errors import Problem
 from perfed.training import catalog
 from perfed.training.config import assign, from_dict, place_flags
@@ -53,6 +54,19 @@ def test_a_users_file_is_read_anew(tmp_path):
     for value in (0.5, 0.75):
         path.write_text(text.format(value))
         assert catalog.find(str(path)).fields["share"].default == value
+
+
+def test_a_setting_may_have_another_value_in_the_contracts_toy(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dataclasses import dataclass\nfrom perfed.core.fields import hyper\n"
+        "from perfed.methods.fedavg import FedAvg\n\n@dataclass(frozen=True)\nclass Mine(FedAvg):\n"
+        '    steps: int = hyper(500, "steps of a generator", at_least=0, toy=0)\n'
+    )
+    entry = catalog.find(str(path))
+    assert (entry.fields["steps"].default, entry.fields["steps"].bounds) == (500, {"at least": 0})
+    assert maker(entry)().steps == 0
+    assert maker(entry)(steps=7).steps == 7
 
 
 def test_a_method_says_whether_it_is_made_after_descriptions(tmp_path):

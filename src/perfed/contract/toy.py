@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -216,6 +217,8 @@ def task_maker(entry: Entry, task: Task) -> MakeMethod | Problem:
 def _maker(entry: Entry, model: Model) -> MakeMethod:
     kind = entry.load()
     base: dict[str, Any] = SETTINGS | ({kind.warms_up: 1} if kind.warms_up else {})  # the toy has only a few rounds
+    toys = {field.name: field.metadata.get("toy") for field in dataclasses.fields(kind)}
+    base |= {name: value for name, value in toys.items() if value is not None}
     try:
         kind(model, **base)
     except Problem:  # a method may refuse momentum; it must then work without

@@ -22,8 +22,12 @@ def hyper(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    toy: Any = None,
 ) -> Any:
     """Declare a setting: a dataclass field with a default, one line of meaning and its allowed range.
+
+    `toy` is what the contract's small federation is trained with in place of the default, where that would take long
+    there or show nothing.
 
     >>> hyper(0.1, "weight of the proximal term; 0 is FedAvg", at_least=0).metadata["range"]
     'at least 0'
@@ -31,7 +35,9 @@ def hyper(
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     bounds = {word: value for word, value in bounds.items() if value is not None}
     text = " and ".join(f"{word} {value:g}" for word, value in bounds.items())
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "bounds": bounds, "range": text})
+    return dataclasses.field(
+        default=default, metadata={"meaning": meaning, "bounds": bounds, "range": text, "toy": toy}
+    )
 
 
 _INSIDE = {

@@ -243,6 +243,7 @@ def _field(name: str, annotation: ast.expr, value: ast.expr) -> Field | None:
     meaning, bounds = "", {}
     if isinstance(value, ast.Call):
         meaning = ast.literal_eval(value.args[1])
-        bounds = {(word.arg or "").replace("_", " "): ast.literal_eval(word.value) for word in value.keywords}
+        given = {(word.arg or "").replace("_", " "): ast.literal_eval(word.value) for word in value.keywords}
+        bounds = {word: bound for word, bound in given.items() if word != "toy"}  # which is the contract's
         value = value.args[0]
     return Field(name, kind, ast.literal_eval(value), meaning, bounds)
