@@ -10,7 +10,7 @@ from perfed import engines, models, wire
 from perfed.cli.options import Json
 from perfed.cli.output import answer
 from perfed.core.errors import Problem, nearest
-from perfed.data.catalog import datasets, partitions
+from perfed.data.catalog import datasets, partitions, scenarios
 from perfed.studies.papers import protocol
 from perfed.training import catalog
 
@@ -18,6 +18,7 @@ KINDS = {
     "methods": lambda: {name: _line(entry) for name, entry in catalog.methods().items()},
     "datasets": datasets,
     "partitions": partitions,
+    "scenarios": scenarios,
     "models": models.networks,
     "engines": engines.engines,
     "wire": wire.treatments,
@@ -27,7 +28,7 @@ KINDS = {
 
 def list_(
     kind: Annotated[
-        str, typer.Argument(help="methods, datasets, partitions, models, engines, wire or tables")
+        str, typer.Argument(help="methods, datasets, partitions, scenarios, models, engines, wire or tables")
     ] = "methods",
     json: Json = False,
 ) -> None:

@@ -41,7 +41,8 @@ PANELS = {
 # Parts of sections that would not fit a page.
 PARTS = {
     "Partition": "partition clients alpha cap classes_per_client share_low share_high power_law log_sigma min_samples "
-    "partition_seed bins split test val stratify rotate noise relabel relabel_by relabel_groups team_order",
+    "partition_seed bins split test val stratify rotate noise relabel relabel_by relabel_shift "
+    "relabel_groups team_order",
     "Optimisation": "augment class_weights lr_schedule lr_step lr_decay lr_end server_optimizer server_rate "
     "server_momentum server_beta2 server_tau",
     "System": "dropout stragglers straggler_work",

@@ -1,12 +1,13 @@
-"""The data sets and partition schemes there are, and which of them a configuration asks for.
+"""The data sets, partition schemes and scenarios there are, and which of them a configuration asks for.
 
-A data set is a file in `sources`, a scheme one in `schemes`. They are read as text, so that wrong settings are refused
-before numpy and torch are imported.
+A data set is a file in `sources`, a scheme one in `schemes`, a scenario one in `scenarios`. They are read as text, so
+that wrong settings are refused before numpy and torch are imported.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from perfed.core.errors import Problem, nearest, refuse_file
 from perfed.data.config import DataConfig
@@ -14,6 +15,7 @@ from perfed.discover import constants, members, parse
 
 SOURCES = Path(__file__).parent / "sources"
 SCHEMES = Path(__file__).parent / "schemes"
+SCENARIOS = Path(__file__).parent / "scenarios"
 
 
 def datasets() -> dict[str, str]:
@@ -24,6 +26,22 @@ def datasets() -> dict[str, str]:
 def partitions() -> dict[str, str]:
     """Name and describe the partition schemes."""
     return members(SCHEMES, "share", "rows")
+
+
+def scenarios() -> dict[str, str]:
+    """Name and describe the scenarios."""
+    return members(SCENARIOS, "SETTINGS")
+
+
+def with_scenario(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of the section `data` with those of the scenario that they name; they go before its."""
+    name = settings.get("scenario")
+    if not name or not isinstance(name, str):
+        return settings
+    refuse_file(name, "data.scenario")
+    if name.replace("_", "-") not in scenarios():
+        raise Problem(f"data.scenario: there is no scenario '{name}'{nearest(name, scenarios())}")
+    return constants(parse(SCENARIOS / f"{name.replace('-', '_')}.py").body)["SETTINGS"] | settings
 
 
 def scheme(config: DataConfig) -> str:
@@ -37,7 +55,10 @@ def scheme(config: DataConfig) -> str:
         raise Problem(f"data.partition: there is no partition '{chosen}'{nearest(chosen, partitions())}")
     only = declared.get("ONLY_PARTITION", "")
     if only and chosen not in ("", only):
-        raise Problem(f"data set '{config.name}' has clients of its own: leave out data.partition '{chosen}'")
+        raise Problem(
+            f"data set '{config.name}' has clients of its own: leave out data.partition '{chosen}'"
+            + f", or say '{only}' in place of the scenario's" * bool(config.scenario)
+        )
     return only or chosen or declared.get("USUAL_PARTITION", "dirichlet")
 
 

@@ -20,6 +20,7 @@ class DataConfig:
     samples: int = hyper(
         0, "most samples of the data set, drawn class by class in equal shares where it has classes; 0: all", at_least=0
     )
+    scenario: str = hyper("", "a set of data settings with a name, others go before them: see `perfed list scenarios`")
     partition: str = hyper("", "how one data set becomes clients (default: natural if it has clients, else dirichlet)")
     clients: int = hyper(20, "number of clients (natural partition: at most this many; 0 is all)", at_least=0)
     alpha: float = hyper(0.3, "Dirichlet concentration: small is uneven", above=0)
@@ -50,8 +51,11 @@ class DataConfig:
     rotate: str = hyper("", "feature skew: turn images by these degrees, one per group of clients: 0,90,180,270")
     noise: float = hyper(0.0, "feature skew: client i of N gets Gaussian noise of deviation noise * i / N", at_least=0)
     relabel: float = hyper(0.0, "preference skew: share of samples whose labels a group renames", at_least=0, at_most=1)
-    relabel_by: Literal["permutation", "swap"] = hyper("permutation", "how: all labels, or two labels per group")
-    relabel_groups: int = hyper(2, "groups of clients that rename alike", at_least=1)
+    relabel_by: Literal["permutation", "swap", "shift"] = hyper(
+        "permutation", "how a group renames: all labels, two labels of its own, or each label by so many classes"
+    )
+    relabel_shift: int = hyper(3, "'shift': group g, from 0, calls class y what is y + g times this", at_least=1)
+    relabel_groups: int = hyper(2, "groups of clients that rename alike; 0: each client by itself", at_least=0)
     team_order: Literal["dealt", "random", "labels"] = hyper(
         "dealt", "who stand side by side, and so form pfedmt's teams"
     )
@@ -74,7 +78,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", str(self.task).replace("-", "_"))  # next-token for next_token
         checked(self, "data")
-        for name in ("name", "partition"):  # two_words for two-words
+        for name in ("name", "scenario", "partition"):  # two_words for two-words
             object.__setattr__(self, name, getattr(self, name).replace("_", "-"))
 
         if self.public > 1 and self.public != int(self.public):

@@ -105,8 +105,8 @@ def draw(config: DataConfig, clients: int, classes: int, sample: tuple[int, ...]
         level = config.noise * np.arange(1, clients + 1) / clients
     if config.relabel:
         count = config.relabel_groups
-        group = _groups(clients, count, "data.relabel_groups", [seed, _RELABEL, 0])
-        maps = _maps(count, classes, config.relabel_by, np.random.default_rng([seed, _RELABEL, 1]))
+        group = _groups(clients, count, "data.relabel_groups", [seed, _RELABEL, 0]) if count else np.arange(clients)
+        maps = _maps(config, clients, classes, np.random.default_rng([seed, _RELABEL, 1]))
     return Skews(seed, degrees, level, group, maps, config.relabel)
 
 
@@ -117,13 +117,28 @@ def _groups(clients: int, count: int, setting: str, key: list[int]) -> np.ndarra
     return np.random.default_rng(key).permutation(np.arange(clients) % count)
 
 
-def _maps(count: int, classes: int, by: str, rng: np.random.Generator) -> np.ndarray:
+def _maps(config: DataConfig, clients: int, classes: int, rng: np.random.Generator) -> np.ndarray:
     """Draw the new name of every label for each group, [groups, classes]."""
-    if by == "permutation":
+    groups = config.relabel_groups  # each has names of its own, but clients that go by themselves may have equal ones
+    count = groups or clients
+    if config.relabel_by == "permutation":
         return np.stack([rng.permutation(classes) for _ in range(count)])
-    if 2 * count > classes:
-        raise Problem(f"data.relabel_groups is {count}, but {classes} labels make only {classes // 2} pairs to swap")
-    maps = np.tile(np.arange(classes), (count, 1))
-    for names, pair in zip(maps, rng.permutation(classes)[: 2 * count].reshape(count, 2), strict=True):
-        names[pair] = names[pair[::-1]]
+    names = np.arange(classes)
+    if config.relabel_by == "shift":
+        maps = (names + config.relabel_shift * np.arange(count)[:, None]) % classes
+        if (different := len(np.unique(maps[:, 0]))) < (groups or 2):
+            raise Problem(
+                f"data.relabel_shift is {config.relabel_shift}, which renames {classes} labels in only {different} "
+                f"ways, but data.relabel_groups makes {count} groups: change one of them"
+            )
+        return maps
+    if 2 * groups > classes or classes < 2:
+        raise Problem(f"data.relabel_groups is {groups}, but {classes} labels make only {classes // 2} pairs to swap")
+    if groups:
+        pairs = rng.permutation(classes)[: 2 * groups].reshape(groups, 2)
+    else:
+        pairs = np.stack([rng.choice(classes, 2, replace=False) for _ in range(clients)])
+    maps = np.tile(names, (count, 1))
+    for renamed, pair in zip(maps, pairs, strict=True):
+        renamed[pair] = renamed[pair[::-1]]
     return maps

@@ -39,7 +39,8 @@ def heading(clients: Clients, data: DataConfig) -> str:
     skews = [f"rotate {data.rotate}"] if "rotate" in about["skews"] else []
     skews += [f"noise up to {data.noise:g}"] if "noise" in about["skews"] else []
     if "relabel" in about["skews"]:
-        skews.append(f"{data.relabel:.0%} relabelled by {data.relabel_by} in {data.relabel_groups} groups")
+        who = f"in {data.relabel_groups} groups" if data.relabel_groups else "client by client"
+        skews.append(f"{data.relabel:.0%} relabelled by {data.relabel_by} {who}")
     note = [about["note"]] if "note" in about else []
     note += [f"by {known.rule}"] if (known := strata_of(clients)) and len(known.names) > 1 else []
     whole = [f"{data.name}, {len(clients)} clients, {about['scheme']}", *settings, *skews, *note]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from perfed import wire
 from perfed.core.errors import Problem, nearest
 from perfed.core.fields import checked, convert, hyper
+from perfed.data.catalog import with_scenario
 from perfed.data.config import DataConfig
 from perfed.federation.config import SystemConfig
 from perfed.models.config import ModelConfig
@@ -177,7 +178,7 @@ def from_dict(raw: dict[str, Any]) -> Config:
     for name, kind in SECTIONS.items():
         section = _table(raw.get(name, {}), name)
         _refuse_unknown(section, [setting.name for setting in dataclasses.fields(kind)], f"{name}.")
-        parts[name] = kind(**section)
+        parts[name] = kind(**(with_scenario(section) if name == "data" else section))
     wire.check(parts["run"].wire)
     names = _names(raw)
     config = Config(tuple(dict.fromkeys(names)), train=_table(raw.get("train", {}), "train"), **parts)
