@@ -136,7 +136,7 @@ QUESTIONS = ("Whether", "How", "Which", "What", "Who", "Whose", "Where", "When",
 # What strangers call, by the place of its class or module.
 STRANGERS_CALL = {
     "core.method.Method": "init_server init_client broadcast local aggregate refine extend personalise newcomer "
-    "phase cohort_of at show extra_traffic notes check pull gradient start clipped update "
+    "before_round phase cohort_of at show extra_traffic notes check pull gradient start clipped update "
     "descend rate at_rate score models tuned predict",
     "core.data.Data": "fold mean map mask steps count",
     "core.model.Model": "part init zeros flat state_dict module apply features loss grad",

@@ -208,6 +208,66 @@ def test_verdicts_that_stay_on_the_device_are_known_when_asked_for():
         assert fed.known.loss.nan_to_num(-1).tolist() == [8, -1, 7, 5, -1]
 
 
+@dataclass(frozen=True)
+class Patient(FedAvg):
+    """FedAvg whose server counts rounds, and who was asked in vain."""
+
+    def init_server(self, clients):
+        return {"w": self.model.init(self.context.seed), "vain": torch.zeros(clients, dtype=torch.int64), "rounds": 0}
+
+    def before_round(self, server, info):
+        last = self.context.round - 1
+        vain = (info.asked == last) & (info.answered < last) & (last > 0)
+        return server | {"vain": server["vain"] + vain, "rounds": server["rounds"] + 1}
+
+    def cohort_of(self, server, info):
+        return server["vain"].argsort(stable=True)[:3].tolist()  # whoever has failed most waits
+
+    def broadcast(self, server, ids):
+        return Down(shared=server["w"])
+
+    def aggregate(self, server, cohort):
+        return server | {"w": server["w"] + cohort.mean}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_server_learns_at_the_beginning_of_a_round_who_failed_in_the_last_one(engine):
+    fed = Federation(ENGINES[engine](job(Patient)), faults=Faults(dropout=0.5))
+    lost = torch.zeros(5, dtype=torch.int64)
+    for _ in range(8):
+        assert {*fed.step(), *fed.answers.lost} == {*lost.argsort(stable=True)[:3].tolist()}
+        assert torch.equal(fed.server["vain"], lost)
+        lost[fed.answers.lost] += 1
+    assert lost.sum() > 8
+
+
+def test_a_server_learns_of_rounds_that_nobody_answered():
+    fed = Federation(Sequential(job(Patient, cohort=3)), faults=Faults(dropout=0.999))
+    before = fed.server["w"].clone()
+    for _ in range(4):
+        assert fed.step() == []
+    assert fed.server["vain"].sum() == 3 * 3  # of three rounds, and the fourth is not yet known
+    assert torch.equal(fed.server["w"], before)
+
+
+def test_what_a_server_learns_stays_where_the_round_is_abandoned():
+    @dataclass(frozen=True)
+    class Hopeless(Patient):
+        def phase(self, server):
+            return Phase(exchanges=2)
+
+        def local(self, client, down, data):
+            return client, Up(mean=(down.shared if self.context.exchange == 0 else down.shared * torch.nan))
+
+    fed = Federation(Sequential(job(Hopeless)), patience=9)
+    before = fed.server["w"].clone()
+    for _ in range(3):
+        fed.step()
+    assert fed.strikes == 3
+    assert torch.equal(fed.server["w"], before)
+    assert fed.server["rounds"] == 3
+
+
 # ---------------------------------------------------------------------- what is wrong gets a sentence
 
 

@@ -362,6 +362,20 @@ class Method(ABC):
             raise Problem(f"{type(self).__name__} does not say which model its server has for everybody")
         return self.model.init(self.context.seed)
 
+    def before_round(self, server: State, info: Known, /) -> State:  # noqa: ARG002
+        """Make the server's state that a round begins with, from what is known of the clients by then.
+
+        Here a server learns who failed in the last round, and how long the others took. By default nothing is done.
+
+        Args:
+            server: the server's state after the last round, also where that had no answer or was abandoned.
+            info: what is known of the clients.
+
+        Returns:
+            The server's state, of the same form; it stays if the round is abandoned.
+        """
+        return server
+
     def phase(self, server: State, /) -> Phase:  # noqa: ARG002
         """Return what kind of round comes next; by default every round is alike and has one exchange.
 

@@ -196,9 +196,11 @@ class Federation:
             self.server = self._refined(self.method, self.server, None)
         self.known.available, self.took = self._available(), {}
         sizes, method = self.clients.sizes["train"], self.method.at(round=self.round + 1)
-        self._phase = phase = method.phase(self.server)
-        method, drawn = method.at(phase=phase.name), None if cohort is None else [id for id in cohort if sizes[id]]
+        drawn = None if cohort is None else [id for id in cohort if sizes[id]]
         self.known.draw = lambda: self.sample() if drawn is None else sorted(drawn)
+        self.server = method.before_round(self.server, self.known)
+        self._phase = phase = method.phase(self.server)
+        method = method.at(phase=phase.name)
         choice = self.known.available if phase.everybody else method.cohort_of(self.server, self.known)
         wanted = chosen(choice, phase.exchanges, self.known, type(method).__name__, method.epochs)
         self.answers = self._answers(wanted, method.epochs)

@@ -249,6 +249,9 @@ def visited(method: Method, server: Any) -> Method:
         def refine(self, server: Any, _cohort: Cohort | None, _public: Data, /) -> Any:
             return server
 
+        def before_round(self, server: Any, _info: Known, /) -> Any:
+            return server
+
         def phase(self, _server: Any, /) -> Phase:
             return Phase()
 
