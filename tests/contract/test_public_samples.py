@@ -128,6 +128,12 @@ def test_public_samples_are_sent_to_each_client_once():
     assert outcome.traffic["extra"] == {PUBLIC_DATA: len(toy.COHORTS[0]) * toy.PUBLIC * (toy.FEATURES + 1) * 8}
 
 
+def test_a_part_of_them_may_be_sent():
+    part = variant(Digest, public_sent=property(lambda self: self.context.public // 2))
+    outcome = run(lambda: part(toy_model(), **SETTINGS), rounds=1)
+    assert outcome.traffic["extra"] == {PUBLIC_DATA: len(toy.COHORTS[0]) * (toy.PUBLIC // 2) * toy.FEATURES * 8}
+
+
 @dataclass(frozen=True)
 class Peeking(FedAvg):
     """A method that looks at the labels of public samples."""

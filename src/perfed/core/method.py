@@ -191,6 +191,11 @@ class Method(ABC):
         return type(self).refine is not Method.refine
 
     @property
+    def public_sent(self) -> int:
+        """Return how many of the public samples each client is sent, once, where `sends_public` is True."""
+        return self.context.public
+
+    @property
     def extends(self) -> bool:
         """Return True if clients make samples for themselves: the method has an `extend` of its own."""
         return type(self).extend is not Method.extend

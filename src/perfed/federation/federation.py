@@ -238,7 +238,8 @@ class Federation:
 
     def _send_public(self, ids: Sequence[int]) -> None:
         """Count the public samples, which a client is sent when it is first asked."""
-        sent = sum(not self.known.asked[id] for id in ids) * self.clients.public
+        fresh, method = sum(not self.known.asked[id] for id in ids), self.method
+        sent = fresh * method.public_sent * self.clients.public // max(method.context.public, 1)
         self.traffic.extra[PUBLIC_DATA] = self.traffic.extra.get(PUBLIC_DATA, 0) + sent
 
     @property

@@ -230,7 +230,7 @@ def flops(run: Run, method: str) -> int | None:
 
     Per sample: forward and backward pass of the client's network, counted by torch from its layers. Samples: those of
     every participant in every round, with the extra passes that the method makes, counted by `passes`. None where
-    there were clients that did a part of that.
+    there were clients that did a part of that, or trained with public samples, too.
     """
     total, several = 0.0, run.networks
     for id in [several.of.index(number) for number in sorted({*several.of})] if several else [0]:
@@ -246,7 +246,7 @@ def _work(run: Run, method: str, network: int | None = None) -> tuple[np.ndarray
     """Return the sizes of all participants in all rounds, and the sample passes that they made.
 
     The sizes are [m, 2], training and validation samples; the passes [with a gradient, without], None where some
-    did a part. With `network` only clients that have it count.
+    did a part, or trained with public samples. With `network` only clients that have it count.
     """
     of = run.networks.of if run.networks else [None] * len(run.about["clients"])
     clients = [
@@ -259,6 +259,8 @@ def _work(run: Run, method: str, network: int | None = None) -> tuple[np.ndarray
     if run.config.run.stragglers or run.config.system.affordable_max or any("epochs" in line for line in lines):
         return sizes, None
     entry = run.entries[method]
+    if entry.load().sends_public:  # whose work at a client depends on the number of public samples
+        return sizes, None
     settings = tuple(sorted(run.config.settings(entry).items()))
     per_train, per_val, fixed = passes(str(entry.file), settings)
     return sizes, sizes[:, 0].sum() * per_train + sizes[:, 1].sum() * per_val + len(sizes) * fixed

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 
 from perfed.core.clients import Clients, Split
+from perfed.core.context import Context
+from perfed.core.messages import Cohort
+from perfed.core.method import State
 from perfed.core.model import Model
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
@@ -21,7 +24,7 @@ from perfed.federation.federation import Federation
 from perfed.training import catalog
 from perfed.training.catalog import Entry
 
-ROUNDS, COHORT, FEATURES, CLASSES = 2, 4, 300, 10
+ROUNDS, COHORT, FEATURES, CLASSES, PUBLIC = 2, 4, 300, 10, 20
 VALIDATION, TEST = 4, 4  # samples of a client whose passes are counted
 
 
@@ -31,10 +34,29 @@ def network() -> nn.Module:
     return nn.Sequential(*first, nn.GroupNorm(4, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
-def _federation(entry: Entry, model: Model, clients: Clients, settings: dict[str, Any]) -> Federation:
+class ClientsAlone(Sequential):
+    """The sequential engine, whose `CountingModel` does not count what the server trains."""
+
+    def refine(self, run: int, context: Context, server: State, cohort: Cohort | None) -> State:
+        model: Any = self.method.model
+        seen = model.seen.copy()
+        server = super().refine(run, context, server, cohort)
+        model.seen[:] = seen
+        return server
+
+
+def _federation(
+    entry: Entry, model: Model, clients: Clients, settings: dict[str, Any], engine: type[Sequential] = Sequential
+) -> Federation:
     kind = entry.load()
     settings = settings | ({kind.warms_up: 0} if kind.warms_up else {})
-    return Federation(Sequential(Job(kind(model, **settings), clients)))
+    return Federation(engine(Job(kind(model, **settings), clients)))
+
+
+def _clients(names: tuple[str, ...], train: Split, val: Split, test: Split) -> Clients:
+    """Return clients and some public samples, which a method may need."""
+    public = Split(torch.ones(PUBLIC, FEATURES), torch.arange(PUBLIC) % CLASSES, (PUBLIC,))
+    return Clients(names, train, val, test, CLASSES, public=public)
 
 
 def bytes_sent(entry: Entry) -> dict[str, Any]:
@@ -47,7 +69,7 @@ def bytes_sent(entry: Entry) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(COHORT * 8, FEATURES, generator=draw)
     split = Split(x, torch.randint(0, CLASSES, (len(x),), generator=draw), (8,) * COHORT)
-    clients = Clients(tuple("abcd"), split, split, split, CLASSES)
+    clients = _clients(tuple("abcd"), split, split, split)
     federation = _federation(entry, Model(network), clients, {"epochs": 1, "lr": 0.01})
     before = (0, 0)
     for _ in range(ROUNDS):
@@ -62,7 +84,7 @@ def bytes_sent(entry: Entry) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=256)
 def passes(method: str, settings: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Count the samples that pass through the network in a client's round.
+    """Count the samples that pass through the network in a client's round; the server's own training is not in it.
 
     Counted in a round of tiny clients; the number is a linear function of a client's sizes, so three sizes tell all of
     it. What runs outside `Model` is not looked at (FedAlign's narrow pass).
@@ -89,7 +111,7 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
     def split(size: int) -> Split:
         return Split(torch.ones(count * size, FEATURES), torch.arange(count * size) % CLASSES, (size,) * count)
 
-    clients = Clients(tuple(map(str, range(count))), split(train), split(val), split(TEST), CLASSES)
+    clients = _clients(tuple(map(str, range(count))), split(train), split(val), split(TEST))
     own = {key: value for key, value in settings.items() if key in entry.fields}
     parts = {"personal": "head", "module": ""}  # the tiny network has no layers of the run's names
     own |= {key: usual for key, usual in parts.items() if key in own and own[key] not in ("head", "body", "norm")}
@@ -98,9 +120,12 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     try:
-        declaring, federation = (_federation(entry, each, clients, own) for each in (Model(network), model))
+        declaring = _federation(entry, Model(network), clients, own)
+        federation = _federation(entry, model, clients, own, ClientsAlone)
         declaring.step()  # with a specimen of a client, whose passes are nobody's
         federation.engine.declared = declaring.engine.declared
+        assert federation.method.model.outputs == CLASSES  # looks at the network once, which is nobody's pass either
+        model.seen[:] = 0
         federation.step()
     finally:
         torch.set_num_threads(threads)
