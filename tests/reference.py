@@ -12,7 +12,7 @@ from torch import nn
 
 from perfed.core.clients import Split
 from perfed.core.model import Model
-from perfed.core.random import TRAIN, derive, shuffle
+from perfed.core.random import PUBLIC, TRAIN, derive, shuffle
 from perfed.core.rates import Rates
 from perfed.core.tree import rows
 from perfed.engines.base import Job
@@ -78,6 +78,12 @@ def equal_clients(clients):
     return replace(clients, names=tuple("abcd"), **splits)
 
 
+def orders(key, count, epochs, size):
+    """The rows of each batch, in epochs through so many samples."""
+    every = [shuffle(derive(key, 0, epoch)[None], torch.tensor([count]), count)[0] for epoch in range(epochs)]
+    return [rows for order in every for rows in order.split(size)]
+
+
 class World:
     """One small federation, seen by plain torch and by the library."""
 
@@ -99,16 +105,18 @@ class World:
         first = sum(table.size[:i])
         return table.x[first : first + table.size[i]], table.y[first : first + table.size[i]]
 
-    def batches(self, i, round, epochs=None, purpose=(TRAIN,), stream=0):
+    def batches(self, i, round, epochs=None, purpose=(TRAIN,), stream=0, exchange=0):
         """The library's batches of client i. The only thing taken from it."""
         x, y = self.samples(i)
-        tail = (0,) if purpose == (TRAIN,) else ()  # the number of the exchange; an evaluation has none
+        tail = (exchange,) if purpose == (TRAIN,) else ()  # an evaluation has none
         key = derive(ORDER, *purpose, round, *tail, i, stream, 0)
-        out = []
-        for epoch in range(epochs or self.settings["epochs"]):
-            order = shuffle(derive(key, 0, epoch)[None], torch.tensor([len(y)]), len(y))[0]
-            out += [(x[rows], y[rows]) for rows in order.split(self.settings["batch_size"])]
-        return out
+        epochs = self.settings["epochs"] if epochs is None else epochs
+        return [(x[rows], y[rows]) for rows in orders(key, len(y), epochs, self.settings["batch_size"])]
+
+    def public_rows(self, i, round, epochs, size, exchange=0):
+        """The rows of the public samples in the library's batches of client i."""
+        key = derive(ORDER, TRAIN, round, exchange, i, PUBLIC, 0, 0)
+        return orders(key, len(self.clients.public.y), epochs, size)
 
     def sgd(self, net):
         names = ("lr", "momentum", "nesterov", "weight_decay")

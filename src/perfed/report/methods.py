@@ -11,7 +11,7 @@ HEADINGS = ("name", "method", "idea", "evaluated", "down", "up", "secure sums")
 
 def table() -> str:
     """Make the table of all methods in Markdown."""
-    multiple = lambda value: "0" if value == 0 else f"{value:g} P"
+    multiple = lambda value: "0" if value == 0 else "<0.01 P" if value < 0.01 else f"{value:g} P"
     rows = []
     for name, entry in methods().items():
         sent = bytes_sent(entry)

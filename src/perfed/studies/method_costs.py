@@ -79,7 +79,8 @@ def bytes_sent(entry: Entry) -> dict[str, Any]:
     unit = COHORT * method.model.P * 4
     sums = "nothing is sent" if sent.up == 0 else "no" if sent.up_own else "yes" if method.groups == 1 else "per group"
     down, up = sent.down - before[0], sent.up - before[1]
-    return {"down": round(down / unit, 2), "up": round(up / unit, 2), "secure_sums": sums}
+    rounded = lambda share: round(share, 2) or share  # a little is not nothing
+    return {"down": rounded(down / unit), "up": rounded(up / unit), "secure_sums": sums}
 
 
 @functools.lru_cache(maxsize=256)

@@ -252,8 +252,8 @@ def visited(method: Method, server: Any) -> Method:
         def before_round(self, server: Any, _info: Known, /) -> Any:
             return server
 
-        def phase(self, _server: Any, /) -> Phase:
-            return Phase()
+        def phase(self, server: Any, /) -> Phase:
+            return Phase(first=super().phase(server).first)
 
         def cohort_of(self, _server: Any, info: Known, /) -> list[int]:
             return info.draw()
