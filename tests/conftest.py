@@ -16,6 +16,24 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_runs(request):
+    """Where slow tests are left out, runs draw no picture and wait for no disk: both take longer than tiny runs do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "not slow" in request.config.option.markexpr:
+            patch.setattr("perfed.report.folder.picture", lambda run: b"")
+            patch.setattr("os.fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    """For tests that look at the picture of a run."""
+    from perfed.report.picture import picture
+
+    monkeypatch.setattr("perfed.report.folder.picture", picture)
+
+
 @pytest.fixture
 def clients():
     return make_clients()

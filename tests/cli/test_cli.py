@@ -211,7 +211,7 @@ def test_doctor(answer, call):
 # ---------------------------------------------------------------------- run, models, predict, compare
 
 
-def test_run(call, tmp_path):
+def test_run(call, tmp_path, pictures):
     code, out, err = call("run", "fedavg", *TINY, "--out", "run")
     assert (code, err) == (0, "")
     assert "FedAvg     2/2" in out
@@ -300,7 +300,7 @@ class Odd(FedAvg):
 NAMES = ["[/red]", "$\\frac$", "a\x1b]0;evil\x07b", "x\u202ey", ":boom:", "[bold]"]
 
 
-def test_what_is_shown_is_not_obeyed(call, tmp_path, monkeypatch):
+def test_what_is_shown_is_not_obeyed(call, tmp_path, monkeypatch, pictures):
     """Brackets, colons, dollars and escapes in names of folders, methods and clients, also in reports and pictures."""
     draw = np.random.default_rng(0)
     rows = [f'"{name}",{draw.normal():.3f},{draw.normal():.3f},{i % 2}' for name in NAMES for i in range(20)]

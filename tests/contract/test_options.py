@@ -24,18 +24,21 @@ QUICK = ("fedavg", "ifca", "pfedme", "local")  # on engines that differ in how c
 
 
 def cases():
-    for name in methods():
-        for engine in checks.JOBS:
-            slow = engine != "vectorised" and name not in QUICK
-            yield pytest.param(name, engine, marks=[pytest.mark.slow] * slow, id=f"{engine}-{name}")
+    """Every method on every engine with the network that has more to it; in a small one, options are as soon seen."""
+    for name, entry in methods().items():
+        first, *_, last = 2 * toy.networks(entry)
+        for engine, network in dict.fromkeys([("vectorised", first), *((engine, last) for engine in checks.JOBS)]):
+            quick = network == first if engine == "vectorised" else name in QUICK
+            marks = [] if quick else [pytest.mark.slow]
+            yield pytest.param(name, engine, network, marks=marks, id=f"{engine}-{network}-{name}")
 
 
-@pytest.mark.parametrize(("name", "engine"), list(cases()))
-def test_engines_agree(name, engine):
+@pytest.mark.parametrize(("name", "engine", "network"), list(cases()))
+def test_engines_agree(name, engine, network):
     if engine == "workers" and torch.cuda.is_available():
         pytest.skip("with a GPU, PyTorch does not let a process that has used autograd fork workers")
     entry = methods()[name]
-    checks.check_options(entry, engine, YOGI if entry.load().averages else None)
+    checks.check_options(entry, engine, YOGI if entry.load().averages else None, network)
 
 
 def test_who_adds_means():

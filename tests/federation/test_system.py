@@ -25,6 +25,7 @@ from perfed.federation.federation import Federation, step
 from perfed.federation.system import System
 from perfed.methods.fedavg import FedAvg
 from perfed.report.comparison import measure_tables
+from perfed.report.picture import picture
 from perfed.studies import measures
 from perfed.training.observers.checkpoint import Checkpoints
 
@@ -446,6 +447,7 @@ def test_a_run_says_what_it_simulated(simulated):
     assert "simulated time: Local {:.1f} s, FedAvg {:.1f} s, Ditto {:.1f} s".format(*clocks) in summary
     training = [clock - 6 * 1 for clock in clocks[1:]]  # but for latency, and a little for bytes
     assert training[1] / training[0] == pytest.approx(2, rel=0.1)  # Ditto trains two models
+    assert picture(simulated).startswith(b"\x89PNG")
 
 
 def test_a_resumed_run_goes_on_in_its_time(simulated, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from torch import nn
 import perfed
 from perfed.cli import main
 from perfed.core.errors import Problem
+from perfed.report.picture import picture
 from perfed.studies import measures
 from perfed.training.statistics import gain_over, gain_with_test, spread
 
@@ -67,6 +68,7 @@ def test_what_is_shown_says_that_less_is_better(diabetes):
     assert "Gain: Local's absolute error minus that of the method" in summary
     assert "gain are of absolute error, of which less is better" in summary
     assert (diabetes.path / "report" / "absolute_error.png").exists()
+    assert picture(diabetes).startswith(b"\x89PNG")
     rows = list(csv.DictReader((diabetes.path / "report" / "clients.csv").read_text().splitlines()))
     assert float(rows[0]["ditto"]) == pytest.approx(diabetes.scores("ditto", "absolute_error")[0], abs=1e-5)
     _, scores = diabetes.curve("ditto")

@@ -224,7 +224,10 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
+MORE = [pytest.mark.slow, pytest.mark.timeout(3000)]
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.slow), pytest.param(3000, marks=MORE)])
 def test_damaged_at_random(home, tmp_path, monkeypatch, count):
     import numpy as np
 

@@ -231,15 +231,18 @@ def check_together(entry: Entry) -> None:
     assert not servers[0] or difference(servers[0], servers[1]) > 0, "another seed changes nothing"
 
 
-def check_options(entry: Entry, engine: str = "vectorised", optimizer: ServerOptimizer | None = None) -> None:
+def check_options(
+    entry: Entry, engine: str = "vectorised", optimizer: ServerOptimizer | None = None, network: str = "norm"
+) -> None:
     """Compare an engine with the sequential one under a learning rate that changes, with clipping.
 
     Args:
         entry: the method.
         engine: a name out of ENGINES.
         optimizer: the server's; None: it has none.
+        network: plain, norm or conv.
     """
-    make, rates = maker(entry, "norm"), Rates("cosine", rounds=len(COHORTS))
+    make, rates = maker(entry, network), Rates("cosine", rounds=len(COHORTS))
     if engine.startswith("vectorised") and not make().vectorised:
         return
 

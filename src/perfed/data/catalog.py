@@ -6,6 +6,7 @@ that wrong settings are refused before numpy and torch are imported.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,12 @@ def usual_normalise(config: DataConfig) -> str:
 
 def _declared(config: DataConfig) -> dict[str, str]:
     """Return the constants of a data set's file."""
-    return constants(parse(SOURCES / f"{config.name.replace('-', '_')}.py").body)
+    return _constants(config.name.replace("-", "_"))
+
+
+@cache
+def _constants(stem: str) -> dict[str, str]:
+    return constants(parse(SOURCES / f"{stem}.py").body)
 
 
 def public_folder(config: DataConfig) -> Path | None:
