@@ -1,18 +1,22 @@
-"""Crops and mirror images: what they are, what they are drawn from, and that every engine draws the same."""
+"""Crops, mirror images, distortions: what they are, what they are drawn from, and that every engine draws the same."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from scipy.ndimage import affine_transform
 from torch import nn
+from torch.func import vmap
 
 from perfed.contract import checks
-from perfed.core.augment import BORDER, moved, moves
+from perfed.core.augment import BORDER, distorted, moved, moves
 from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.model import Model
-from perfed.core.random import derive
+from perfed.core.random import derive, uniform
 from perfed.engines.base import Job
 from perfed.engines.local import ClientData, Sequential
 from perfed.engines.vectorised import Vectorised
@@ -144,3 +148,53 @@ def test_what_cannot_be_augmented():
     with pytest.raises(Problem, match=r"need the same augmentation$"):
         Vectorised(job(clients=clients_with("flip")), job(clients=clients_with("crop")))
     assert BORDER == 4
+
+
+# ---------------------------------------------------------------------- distorted copies
+
+
+def by_scipy(image, draw):
+    """The move of these draws, which kind of four it is, and how far along both axes it goes."""
+    kind, by = int(4 * draw[0]), [2 * float(each) - 1 for each in draw[1:]]
+    angle, (high, wide) = math.radians(25) * by[0], image.shape[1:]
+    matrix, away = np.eye(2), np.zeros(2)  # of rows and columns, in this order
+    if kind == 0:
+        matrix = np.array([[math.cos(angle), math.sin(angle)], [-math.sin(angle), math.cos(angle)]])
+    elif kind == 1:
+        matrix = np.array([[1, 0], [math.tan(angle), 1]])
+    elif kind == 2:
+        matrix = np.eye(2) / (1 + 0.5 * by[0])
+    else:
+        away = np.array([0.1 * high * by[1], 0.1 * wide * by[0]])
+    middle = np.array([(high - 1) / 2, (wide - 1) / 2])
+    offset = middle - matrix @ middle + away
+    return np.stack([affine_transform(each, matrix, offset, order=1, mode="nearest") for each in image.numpy()])
+
+
+def test_a_distortion_is_what_scipy_makes_of_it():
+    n = 40
+    x = torch.rand(n, 2, 7, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    keys = derive(torch.tensor(3), torch.arange(n))
+    draws = uniform(keys, (3,), torch.float64)
+    assert {int(4 * draw) for draw in draws[:, 0]} == {0, 1, 2, 3}
+    found = distorted(x, keys)
+    for image, draw, copy in zip(x, draws, found, strict=True):
+        np.testing.assert_allclose(copy.numpy(), by_scipy(image, draw), atol=1e-9)
+    assert ((found - x).abs().flatten(1).amax(1) > 1e-3).all()
+
+
+def test_a_distortion_leaves_no_images_range_and_other_samples_as_they_are():
+    x, keys = torch.rand(50, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(50)
+    found = distorted(x, keys)
+    assert (found.flatten(1).amin(1) >= x.flatten(1).amin(1) - 1e-6).all()
+    assert (found.flatten(1).amax(1) <= x.flatten(1).amax(1) + 1e-6).all()
+    assert found.dtype == x.dtype
+    assert torch.equal(distorted(x.flatten(1), keys), x.flatten(1))
+
+
+def test_a_distortion_follows_from_its_key_alone():
+    x, keys = torch.rand(6, 1, 5, 5), derive(torch.tensor(1), torch.arange(6))
+    alone = torch.cat([distorted(x[i : i + 1], keys[i : i + 1]) for i in range(6)])
+    torch.testing.assert_close(distorted(x, keys), alone)
+    torch.testing.assert_close(vmap(distorted)(x.view(2, 3, 1, 5, 5), keys.view(2, 3)).flatten(0, 1), alone)
+    assert not torch.allclose(distorted(x, keys + 1), alone)

@@ -251,7 +251,8 @@ def check_compartments(entry: Entry) -> None:
         federation.begin(cohort)
         for request in federation.requests():
             (reply,) = federation.engine.exchange([request])
-            exchanges.append(_Exchange(federation.server, request.down, reply))
+            place = {"round": request.round, "exchange": request.exchange, "phase": request.phase}
+            exchanges.append(_Exchange(federation.method.at(**place), federation.server, request.down, reply))
             federation.receive(request, reply)
         federation.end()
     twice = functools.reduce(set.intersection, (each.twice for each in exchanges))
@@ -266,6 +267,7 @@ def check_compartments(entry: Entry) -> None:
 
 @dataclasses.dataclass
 class _Exchange:
+    method: Method
     server: Any
     down: Down
     reply: Reply
@@ -287,7 +289,7 @@ class _Exchange:
 
     def reads_a_mean_only(self, federation: Federation) -> bool:
         """Return True if the server ends with the same state when every row of `own` is replaced by their mean."""
-        up, method = self.reply.uploads, federation.method
+        up, method = self.reply.uploads, self.method
         if not any(leaf.is_floating_point() and leaf[0].numel() > 1 for leaf in leaves(up.own)):
             return False
         cohort = reduce.mean(up, method.groups, federation.engine.weighted_sum)
