@@ -12,6 +12,7 @@ from torch import nn
 
 from perfed.core.clients import Split
 from perfed.core.model import Model
+from perfed.core.networks import Networks
 from perfed.core.random import PUBLIC, TRAIN, derive, shuffle
 from perfed.core.rates import Rates
 from perfed.core.tree import rows
@@ -140,12 +141,18 @@ class World:
         x, y = self.samples(i, split)
         return nn.functional.cross_entropy(net.eval()(x), y)
 
+    def net_of(self, i):
+        """The network that client i begins with."""
+        return self.net()
+
     # ------------------------------------------------------------------ the library
 
+    def method(self, kind, **settings):
+        return kind(Model(self.build, dtype=torch.float64), **(self.settings | settings))
+
     def federation(self, kind, clients=None, length=1, **more):
-        model = Model(self.build, dtype=torch.float64)
         cohort = more.pop("cohort", 3)
-        method, rates = kind(model, **(self.settings | more)), Rates(rounds=length)
+        method, rates = self.method(kind, **more), Rates(rounds=length)
         return Federation(Sequential(Job(method, clients or self.clients, ORDER, cohort, rates=rates)))
 
     def run(self, kind, rounds=ROUNDS, **more):
@@ -153,6 +160,22 @@ class World:
         for cohort in rounds:
             fed.step(cohort)
         return fed
+
+
+class Mixed(World):
+    """One in which clients have networks that differ: `of` says who has which of `builds`."""
+
+    def __init__(self, builds, clients, of=(0, 1, 1, 0, 0), **settings):
+        super().__init__(builds[0], clients, **settings)
+        self.builds, self.of = builds, of
+
+    def net_of(self, i):
+        return World(self.builds[self.of[i]], self.clients).net()
+
+    def method(self, kind, **settings):
+        builds = {build.__name__: build for build in self.builds}
+        several = Networks.of_one_width(builds, self.of, dtype=torch.float64)
+        return kind(several.models[0], **(self.settings | settings)).at(networks=several)
 
 
 def models(fed):

@@ -1,6 +1,7 @@
 """Clients with networks that differ: every engine trains each with its own, and no other client notices."""
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from perfed.contract.checks import compare, difference, play
 from perfed.contract.toy import CLASSES, FEATURES, conv_net, norm_net, plain_net, toy_clients
+from perfed.core.clients import Clients, Split
 from perfed.core.errors import Problem
 from perfed.core.messages import Down, Up
 from perfed.core.model import Model, average
@@ -22,6 +24,9 @@ from perfed.federation.federation import Federation, evaluate, step
 from perfed.federation.optimizers import ServerOptimizer
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.local import Local
+from perfed.models import make_network
+from perfed.models.config import ModelConfig
+from perfed.training.catalog import methods
 
 OF = (0, 1, 2, 1, 0)  # plain, norm, wide, norm, plain: two clients of the round have BatchNorm and dropout
 SETTINGS = {"lr": 0.05, "momentum": 0.5, "epochs": 2, "batch_size": 5}
@@ -137,6 +142,36 @@ def faulty(engine):
 def test_engines_agree(engine, kind):
     make = ENGINES[engine]
     compare(play(make(job(kind)), COHORTS), play(Sequential(job(kind)), COHORTS), engine, 1e-12)
+
+
+OF_PERFED = [name for name, entry in methods().items() if entry.load().own_networks]
+
+
+@functools.cache
+def side_by_side(name):
+    """A job whose clients have an MLP, a LeNet and a ResNet with BatchNorm, for images of 16x16 pixels."""
+    draw, shape, counts = torch.Generator().manual_seed(0), (1, 16, 16), (7, 6, 9)
+    split = lambda *sizes: Split(
+        torch.randn(sum(sizes), *shape, generator=draw, dtype=torch.float64), torch.arange(sum(sizes)) % 3, sizes
+    )
+    clients = Clients(tuple("abc"), split(*counts), split(2, 2, 2), split(3, 3, 3), 3, public=split(8))
+    config = ModelConfig(hidden=8, norm="batch")
+    builds = {each: make_network(replace(config, name=each), shape, 3) for each in ("mlp", "lenet", "resnet")}
+    several = Networks.of_one_width(builds, (0, 1, 2), dtype=torch.float64)
+    about = {"lr": 0.05, "epochs": 1, "batch_size": 4} | dict.fromkeys(("public_epochs", "private_epochs"), 2)
+    kind = methods()[name].load()
+    known = {field.name for field in fields(kind)}
+    method = kind(several.models[0], **{key: value for key, value in about.items() if key in known})
+    return Job(method.at(networks=several), clients, 5, cohort=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vectorised", "blocks", "workers"])
+@pytest.mark.parametrize("name", OF_PERFED)
+def test_an_mlp_a_lenet_and_a_resnet_side_by_side(name, engine):
+    rounds = [(0, 1, 2), (1, 2)]
+    outcome = play(ENGINES[engine](side_by_side(name)), rounds)
+    compare(outcome, play(Sequential(side_by_side(name)), rounds), engine, 1e-9)
 
 
 @pytest.mark.parametrize("engine", ["blocks", "workers"])

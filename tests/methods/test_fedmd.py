@@ -8,6 +8,7 @@ import torch
 from reference import (
     NEVER,
     ROUNDS,
+    Mixed,
     World,
     check_kept,
     check_no_alias,
@@ -45,7 +46,7 @@ class Client:
     """One client in plain torch: its network, and the optimiser that it digests with."""
 
     def __init__(self, world, i, rate):
-        self.world, self.i, self.net = world, i, world.net()
+        self.world, self.i, self.net = world, i, world.net_of(i)
         self.adam = torch.optim.Adam(self.net.parameters(), rate)
         self.prepared = False
 
@@ -111,6 +112,18 @@ def test_equals_the_reference(build, distance, clients):
     for i, theta in enumerate(personal(fed)):
         close(theta, flat(nets[i]))
     assert differs(fed.server, torch.zeros_like(fed.server))
+
+
+def test_networks_that_differ_equal_the_reference(clients):
+    """They have only the logits in common, and bytes do not depend on who has which."""
+    world = Mixed([plain_net, norm_net], clients)
+    fed = world.run(FedMD, **FAST)
+    nets, consensus = reference(world, **FAST)
+    same(fed.server, consensus)
+    for i, theta in enumerate(personal(fed)):
+        close(theta, flat(nets[i]))
+    assert len({len(flat(net)) for net in nets}) == 2
+    assert per_client(fed) == (len(consensus) * 3, len(consensus) * 3)
 
 
 @pytest.mark.parametrize("wrong", ["late", "anew", "samples"])

@@ -3,10 +3,10 @@
 Li, Wang: FedMD: Heterogenous Federated Learning via Model Distillation. 2019. https://arxiv.org/abs/1910.03581
 After the authors' code (https://github.com/diogenes0319/FedMD_clean).
 
-At first a client learns the labelled public samples, then its own. In a round all say what they make of the public
-samples (logits in evaluation mode, before they learn anything new); each brings its logits nearer to the plain mean,
-and then trains on its own samples. Logits of classes that no public sample has count as all others: they carry what
-clients know of each other's classes.
+Every client may have a network of its own. At first it learns the labelled public samples, then its own. In a round
+all say what they make of the public samples (logits in evaluation mode, before they learn anything new); each brings
+its logits nearer to the plain mean, then trains on its own samples. Logits of classes that no public sample has count
+as all others: they carry what clients know of each other's classes.
 
 The authors take 5,000 public samples drawn anew for each round; here all are taken, so hold out as many as a round is
 to have. They stop the first training by accuracy on TEST samples; here its length is set. Adam on the mean logits goes
@@ -43,6 +43,7 @@ class FedMD(Method):
     averages = False
     public: ClassVar[Literal["", "unlabelled", "labelled"]] = "labelled"
     sends_public: ClassVar[bool] = True
+    own_networks = True
 
     def check(self):
         if (task := self.model.task).kind != "classification":
