@@ -85,6 +85,11 @@ def orders(key, count, epochs, size):
     return [rows for order in every for rows in order.split(size)]
 
 
+def step_keys(key, count, stream=0):
+    """The keys that the steps of a loop draw from; `key` is that of the loop's purpose, round and client."""
+    return [derive(key, stream, 0, 1, step) for step in range(count)]
+
+
 class World:
     """One small federation, seen by plain torch and by the library."""
 

@@ -254,10 +254,9 @@ def test_what_is_kept_is_no_wrapper():
     make = toy.maker(methods()["fedfomo"], "norm")
     checks.play(Vectorised(Job(make(epochs=1), toy.toy_clients((4, 3)), seed=5), fast=True), [(0, 1)])
     assert random._table.cache_info().currsize > 0
-    for n in range(1, 65):
-        table = random._table(n, torch.device("cpu"))
-        assert not torch._is_functional_tensor(table)
-        assert table.data_ptr() != 0
+    table = random._table(torch.device("cpu"))
+    assert not torch._is_functional_tensor(table)
+    assert table.data_ptr() != 0
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from perfed.core.random import derive, normal
+from perfed.core.random import TABLE, derive, normal, pick, uniform
 
 
 def test_normal_numbers_are_normal():
@@ -32,6 +32,46 @@ def test_normal_numbers_of_many_keys_at_once():
     keys = derive(torch.tensor(4), torch.arange(5))
     together = vmap(lambda key: normal(key, (7, 3)))(keys)
     assert torch.equal(together, torch.stack([normal(key, (7, 3)) for key in keys]))
+
+
+def test_numbers_follow_from_key_and_place_however_many_are_drawn():
+    """Beyond the counters that are made once, too: what is drawn first does not change."""
+    key = derive(1, 2)
+    many = uniform(key, (2 * TABLE + 5,), torch.float64)
+    assert torch.equal(uniform(key, (9,), torch.float64), many[:9])
+    assert torch.equal(uniform(key, (TABLE + 1,), torch.float64), many[: TABLE + 1])
+    assert len(many.unique()) == len(many)  # no counter comes twice
+
+
+def test_draws_of_several_lengths_are_compiled():
+    def step(key, start):
+        return start + uniform(derive(key, 1), (3,)) + uniform(derive(key, 2), (5,))[2:]
+
+    keys, start = derive(torch.tensor(4), torch.arange(2)), torch.zeros(2, 3)
+    compiled = torch.compile(vmap(step), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(keys, start), vmap(step)(keys, start))
+
+
+def test_picks_follow_the_weights():
+    """Places of weight 0 are never drawn, the others in proportion to their weights."""
+    weight = torch.tensor([0.0, 1.0, 0.0, 5.0, 2.0, 0.0])
+    share = pick(derive(5), 40_000, weight).bincount(minlength=6) / 40_000
+    assert share.tolist() == pytest.approx((weight / 8).tolist(), abs=0.01)
+    assert share[weight == 0].tolist() == [0, 0, 0]
+    assert torch.equal(pick(derive(5), 9, weight), pick(derive(5), 20, weight)[:9])
+
+
+def test_picks_among_those_that_are_true():
+    drawn = pick(derive(6), 300, torch.tensor([False, True, True, False]))
+    assert drawn.unique().tolist() == [1, 2]
+    assert pick(derive(6), 3, torch.zeros(4)).tolist() == [0, 0, 0]  # of nothing
+    assert pick(derive(6), 0, torch.ones(4)).tolist() == []
+
+
+def test_picks_of_many_keys_and_weights_at_once():
+    keys, weights = derive(torch.tensor(4), torch.arange(5)), torch.arange(20.0).view(5, 4) % 7
+    together = vmap(lambda key, weight: pick(key, 6, weight))(keys, weights)
+    assert torch.equal(together, torch.stack([pick(key, 6, weight) for key, weight in zip(keys, weights, strict=True)]))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

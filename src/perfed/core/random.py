@@ -17,6 +17,7 @@ from torch import Tensor
 from perfed.core.tree import outside_transformations
 
 GOLDEN = -7046029254386353131  # 2^64 / golden ratio, as a signed integer
+TABLE = 1 << 16  # counters that are made once
 
 # Purposes: the first part of a key, so that two uses never share a stream.
 COHORT, TRAIN, PERSONALISE, WIRE, SELECT, DROPOUT, STRAGGLE, PUBLIC, REFINE, EXTEND, SYSTEM = range(1, 12)
@@ -62,19 +63,29 @@ def derive(key: Tensor | int, *parts: Tensor | int, mix: Callable[[Tensor], Tens
     return torch.tensor(_wrap(key)) if isinstance(key, int) else key
 
 
-@functools.lru_cache(maxsize=64)
-def _table(n: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=8)
+def _table(device: torch.device) -> Tensor:
     with outside_transformations():
-        return GOLDEN * (torch.arange(n, device=device) + 1)
+        return GOLDEN * (torch.arange(TABLE, device=device) + 1)
 
 
-def _counters(n: int, device: torch.device) -> Tensor:
-    # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap.
-    return _table(n, device)
+def _constant(device: torch.device) -> Tensor:
+    # A table, not an arange inside the step: inductor (torch 2.13, CPU) miscompiles hashed aranges under vmap. And one
+    # table for all lengths: dynamo refuses a step in which a constant function has returned two tensors.
+    return _table(device)
 
 
 # What torch.compiler.assume_constant_result does; that one imports the whole compiler, which takes a second.
-_counters._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _counters(n: int, device: torch.device) -> Tensor:
+    """Return GOLDEN times 1 to n."""
+    table = _constant(device)
+    if n > TABLE:
+        begins = (torch.narrow_copy(table, 0, 0, -(-n // TABLE)) - GOLDEN) * TABLE
+        table = (begins[:, None] + table).flatten()
+    return torch.narrow_copy(table, 0, 0, n)  # dynamo refuses a view of a constant
 
 
 def uniform(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -121,6 +132,26 @@ def normal(key: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float
     radius, angle = (-2 * (1 - radius).log()).sqrt(), 2 * math.pi * angle  # 1 - radius is never 0
     pairs = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
     return pairs.flatten(-2)[..., :count].to(dtype).reshape((*key.shape, *shape))
+
+
+def pick(key: Tensor, count: int, weight: Tensor) -> Tensor:
+    """Draw places, each with a chance in proportion to its weight; the same one may come several times.
+
+    Args:
+        key: one key, as in `uniform`.
+        count: how many are drawn.
+        weight: [places], at least 0; True and False draw among those that are True. Where all are 0, it is place 0.
+
+    Returns:
+        [count], the places.
+
+    Example:
+        >>> pick(derive(1, 2), 6, torch.tensor([0.0, 1.0, 0.0, 3.0])).tolist()
+        [3, 3, 3, 1, 3, 1]
+    """
+    below = weight.double().cumsum(0)
+    draw = uniform(key, (count, 1), torch.float64) * below[-1]
+    return ((below <= draw) & (below < below[-1])).sum(1)  # rounding may take a draw to the sum itself
 
 
 def choose(key: Tensor, count: int, among: int) -> list[int]:
