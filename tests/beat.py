@@ -12,10 +12,16 @@ MNIST, pixels from -1 to 1, a network 784-64-10, plain SGD with batches of 20, 5
 clients have one model, the mean over them is its balanced accuracy. With `scenario="label-groups"` the clients are
 that scenario's, of digits, with a network 64-32-10, batches of 10 and 2 epochs; `lr` has to be said. Whatever is
 asked for twice is trained once for each session, so the same control may stand in every test.
+
+With PERFED_NOTES=FILE every score is also a line of that file: `python bench/experiments.py` runs all of them, and
+docs/comparison.md is made of what they found.
 """
 
 import functools
+import json
+import os
 import tempfile
+from pathlib import Path
 
 from real_data import real
 
@@ -66,6 +72,27 @@ def accuracy(method, seed, rounds=(6, 10), last=0, model="personal", **settings)
     window = curve(method, seed, max(end, last), model, **settings)[first - 1 : end]
     assert len(window) == end - first + 1, "a run that stops early has no such rounds"
     mean = sum(window) / len(window)
-    said = ", ".join(f"{key} {value}" for key, value in settings.items())
-    print(f"| {method}{', ' * bool(said)}{said} | seed {seed} | rounds {first}-{end} | {mean:.3f} |")
+    what = f"{'global model, ' * (model == 'global')}round{'' if end == first else f's {first} to'} {end}"
+    note(method, seed, what, mean, **settings)
     return mean
+
+
+def note(method, seed, what, value, **settings):
+    """Print what was measured, and keep it where the environment names a file for it.
+
+    Args:
+        method: the method, or its file.
+        seed: of the run.
+        what: what the number is, as the head of a table's column: "rounds 6 to 10", "simulated hours".
+        value: the number; a share is shown with three places.
+        settings: what the run was asked for beyond COMMON.
+    """
+    name = Path(method).stem
+    print(
+        f"| {' '.join([name, *(f'--{key} {value}' for key, value in settings.items())])} | {seed} | {what} | {value} |"
+    )
+    if file := os.environ.get("PERFED_NOTES"):
+        test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+        line = {"of": Path(test).stem.removeprefix("test_"), "method": name, "settings": settings, "seed": seed}
+        with Path(file).open("a", encoding="utf-8") as kept:
+            kept.write(json.dumps(line | {"what": what, "value": round(value, 5)}, sort_keys=True) + "\n")

@@ -11,6 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import experiments
 import pytest
 
 from perfed.cli import main
@@ -152,6 +153,22 @@ def test_the_gpu_table_shows_what_was_measured(tmp_path):
     assert "a GPU, torch 2.13.0" in text
 
 
+def test_a_table_of_experiments_has_runs_in_rows_and_seeds_side_by_side(tmp_path):
+    row = {"of": "fedprox", "method": "fedprox", "settings": {"mu": 0.1, "samples": 9}, "what": "rounds 6 to 10"}
+    plain = row | {"method": "fedavg", "settings": {"samples": 9}}
+    lines = [row | {"seed": 0, "value": 0.5}, row | {"seed": 1, "value": 0.75}, plain | {"seed": 1, "value": 0.25},
+             row | {"seed": 1, "value": 1234.5, "what": "rounds 16 to 20"}]  # fmt: skip
+    expected = """All with `--samples 9`; seeds 0 / 1:
+
+| run | rounds 6 to 10 | rounds 16 to 20 |
+| --- | --- | --- |
+| `fedavg` | - / 0.250 | - / - |
+| `fedprox --mu 0.1` | 0.500 / 0.750 | - / 1,234 |
+"""
+    assert experiments.table(lines) == expected
+    assert experiments.sections(tmp_path / "none.jsonl") == "Not measured yet.\n"
+
+
 @pytest.mark.parametrize(
     ("page", "mark", "make"),
     [
@@ -160,6 +177,7 @@ def test_the_gpu_table_shows_what_was_measured(tmp_path):
         ("docs/verified.md", "tests", verified),
         ("docs/reproduction.md", "tables", reproduction),
         ("docs/speed.md", "gpu", gpu),
+        ("docs/comparison.md", "experiments", experiments.sections),
     ],
 )
 def test_generated_table_is_current(page, mark, make):
