@@ -15,6 +15,7 @@ SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold") 
 LONG = ("fedalign", "fedalt", "fedrep")  # a network of convolutions alone, or many epochs
 PLAIN = {"momentum", "nesterov", "optimizer"}  # refused where steps have to be plain gradients
 REFUSED = {"aruba": PLAIN, "pfedme": PLAIN, "scaffold": PLAIN, "pfedmb": {"optimizer"}}
+REFUSED |= {"tifl": {"timeout"}}  # it needs a clock
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 each_short_method = pytest.mark.parametrize(
     "entry", [pytest.param(e, marks=[pytest.mark.slow] * (e.name in LONG), id=e.name) for e in METHODS]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import vmap
 
-from perfed.core.random import TABLE, derive, normal, pick, uniform
+from perfed.core.random import TABLE, choose_by, derive, normal, pick, uniform
 
 
 def test_normal_numbers_are_normal():
@@ -81,3 +81,20 @@ def test_normal_numbers_on_a_gpu():
     assert torch.equal(draw(keys.cuda()).cpu(), draw(keys))
     exact = vmap(lambda key: normal(key, (2001,), torch.float64))
     torch.testing.assert_close(exact(keys.cuda()).cpu(), exact(keys), rtol=1e-14, atol=1e-14)
+
+
+def test_numbers_are_chosen_by_their_odds():
+    """One after another, in proportion to the odds of those that are left."""
+    odds, pairs = torch.tensor([5.0, 3, 0, 2]), 4000
+    first = [choose_by(derive(1, number), 1, odds)[0] for number in range(pairs)]
+    assert [first.count(each) / pairs for each in range(4)] == pytest.approx([0.5, 0.3, 0, 0.2], abs=0.02)
+    two = [choose_by(derive(2, number), 2, odds) for number in range(pairs)]
+    both = 0.5 * 3 / 5 + 0.3 * 5 / 7  # 0 then 1, or 1 then 0
+    assert two.count([0, 1]) / pairs == pytest.approx(both, abs=0.02)
+    assert {tuple(each) for each in two} == {(0, 1), (0, 3), (1, 3)}
+
+
+def test_no_more_numbers_are_chosen_than_have_odds():
+    assert choose_by(derive(1), 3, torch.tensor([0.0, 1e-30, 0, 1e30])) == [1, 3]
+    assert choose_by(derive(1), 3, torch.zeros(4)) == []
+    assert choose_by(derive(1), 0, torch.ones(4)) == []

@@ -160,6 +160,24 @@ def choose(key: Tensor, count: int, among: int) -> list[int]:
     return sorted(ticket.topk(count, largest=False).indices.tolist())
 
 
+def choose_by(key: Tensor, count: int, odds: Tensor) -> list[int]:
+    """Return `count` different numbers, ascending, drawn one after another in proportion to the odds of those left.
+
+    Args:
+        key: one key.
+        count: how many; if fewer have odds, these.
+        odds: [numbers], 0 or more; what has 0 is never drawn.
+
+    Example:
+        >>> choose_by(torch.tensor(1), 2, torch.tensor([0.1, 0.0, 5.0, 0.2]))
+        [2, 3]
+    """
+    odds = odds.to(key.device, torch.float64)
+    wait = -(1 - uniform(key, odds.shape, torch.float64)).log() / odds  # whoever has waited the shortest is drawn first
+    count = min(count, int((odds > 0).sum()))
+    return sorted(wait.where(odds > 0, torch.inf).topk(count, largest=False).indices.tolist())
+
+
 def tickets(key: Tensor, size: Tensor, longest: int) -> Tensor:
     """Return numbers to sort range(size) by, one row per key, all different; what is beyond a row's size comes last."""
     place = torch.arange(longest, device=key.device)
