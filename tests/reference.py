@@ -124,6 +124,16 @@ class World:
         key = derive(ORDER, TRAIN, round, exchange, i, PUBLIC, 0, 0)
         return orders(key, len(self.clients.public.y), epochs, size)
 
+    def steps(self, i, round, count, exchange=0):
+        """The library's first so many batches of client i in an exchange, over as many epochs as they take."""
+        x, y = self.samples(i)
+        key, out, epoch = derive(ORDER, TRAIN, round, exchange, i, 0, 0), [], 0
+        while len(out) < count:
+            order = shuffle(derive(key, 0, epoch)[None], torch.tensor([len(y)]), len(y))[0]
+            out += [(x[rows], y[rows]) for rows in order.split(self.settings["batch_size"])]
+            epoch += 1
+        return out[:count]
+
     def sgd(self, net):
         names = ("lr", "momentum", "nesterov", "weight_decay")
         return torch.optim.SGD(net.parameters(), **{name: self.settings[name] for name in names})

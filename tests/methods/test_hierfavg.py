@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from reference import (
-    ORDER,
     ROUNDS,
     World,
     average,
@@ -20,7 +19,6 @@ from reference import (
 )
 
 from perfed.core.errors import Problem
-from perfed.core.random import TRAIN, derive, shuffle
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.hierfavg import HierFAVG
 
@@ -28,17 +26,6 @@ TWO = {"edges": 2, "k1": 3, "k2": 3}
 EDGE = (0, 0, 0, 1, 1)  # i * 2 // 5
 ALL = ((0, 1, 2, 3, 4),) * 2
 WHOLE = {"batch_size": 1000, "epochs": 1}  # every step takes all samples, so that orders are no matter
-
-
-def batches(world, i, round, exchange, steps):
-    """The library's batches of one exchange."""
-    x, y = world.samples(i)
-    key, out, epoch = derive(ORDER, TRAIN, round, exchange, i, 0, 0), [], 0
-    while len(out) < steps:
-        order = shuffle(derive(key, 0, epoch)[None], torch.tensor([len(y)]), len(y))[0]
-        out += [(x[rows], y[rows]) for rows in order.split(world.settings["batch_size"])]
-        epoch += 1
-    return out[:steps]
 
 
 def reference(world, k1, k2, edges=2, rounds=ROUNDS, of=EDGE):
@@ -50,7 +37,7 @@ def reference(world, k1, k2, edges=2, rounds=ROUNDS, of=EDGE):
             for j in last:
                 members = [i for i in cohort if of[i] == j]
                 steps = {i: k1 or len(world.batches(i, 1)) for i in members}
-                nets = [world.train(last[j], batches(world, i, round, exchange, steps[i])) for i in members]
+                nets = [world.train(last[j], world.steps(i, round, steps[i], exchange)) for i in members]
                 last[j] = average(nets, [world.count(i) for i in members])
         everybody = [sum(world.count(i) for i in range(len(of)) if of[i] == j) for j in last]
         cloud = average(list(last.values()), everybody)
