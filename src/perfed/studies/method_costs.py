@@ -66,6 +66,16 @@ def bytes_sent(entry: Entry) -> dict[str, Any]:
         `down` and `up`, in multiples of the model's P; `secure_sums`, whether the server needs no more than sums of the
         uploads ('per group' where each group has sums of its own).
     """
+    return dict(_sent_by(entry.name)) if entry.shipped else _sent(entry)
+
+
+@functools.cache
+def _sent_by(name: str) -> dict[str, Any]:
+    """Return what a method sends that comes with perfed: its file stays as it is."""
+    return _sent(catalog.find(name))
+
+
+def _sent(entry: Entry) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(COHORT * 8, FEATURES, generator=draw)
     split = Split(x, torch.randint(0, CLASSES, (len(x),), generator=draw), (8,) * COHORT)
