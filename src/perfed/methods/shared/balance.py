@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,37 @@ def class_rates(counts: Tensor, low: float, high: float) -> Tensor:
     return torch.where((counts > 0) & (S > 0), wanted / counts, 1)
 
 
+def unevenness(counts: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of classes' shares from the same share of each.
+
+    Args:
+        counts: samples of each class, or anything in proportion to them [..., classes]; nothing at all is even.
+    """
+    p = counts / counts.sum(-1, keepdim=True).clamp_min(1e-9)
+    return torch.xlogy(p, p * p.shape[-1]).sum(-1).clamp_min(0)
+
+
+def grown(counts: Tensor, team: Sequence[int], among: Sequence[int], size: int) -> list[int]:
+    """Return a team that has taken others, always the one with which its pooled classes are nearest to even.
+
+    Args:
+        counts: samples of each class of each client [clients, classes].
+        team: the clients that are in it already.
+        among: those that it may take; of equals the first.
+        size: clients of the team in the end, if there are so many.
+
+    Returns:
+        The team, in the order in which it took them.
+    """
+    team, among = list(team), list(among)
+    while among and len(team) < size:
+        distance = unevenness(counts[team].sum(0) + counts[among])
+        team.append(among.pop(int(distance.argmin())))
+    return team
+
+
 def balanced_teams(counts: Tensor, size: int) -> list[list[int]]:
-    """Put clients into teams whose pooled classes are near to even: a team always takes the client that helps most.
+    """Put clients into teams whose pooled classes are near to even, one team after another; see `grown`.
 
     Args:
         counts: samples of each class of each client [clients, classes].
@@ -50,14 +81,10 @@ def balanced_teams(counts: Tensor, size: int) -> list[list[int]]:
         >>> balanced_teams(torch.tensor([[9.0, 0.0], [8.0, 1.0], [0.0, 9.0], [1.0, 7.0]]), 2)
         [[3, 1], [0, 2]]
     """
-    left, teams = list(range(len(counts))), []
+    left, teams = range(len(counts)), []
     while left:
-        if not teams or len(teams[-1]) == size:
-            teams.append([])
-        pooled = counts[teams[-1]].sum(0) + counts[left]
-        p = pooled / pooled.sum(1, keepdim=True).clamp_min(1e-9)
-        distance = torch.xlogy(p, p * p.shape[1]).sum(1)  # Kullback-Leibler, from the uniform distribution
-        teams[-1].append(left.pop(int(distance.argmin())))
+        teams.append(grown(counts, (), left, size))
+        left = [id for id in left if id not in teams[-1]]
     return teams
 
 
