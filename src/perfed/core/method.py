@@ -455,7 +455,9 @@ class Method(ABC):
         """Return the gradient `g`, shortened to the norm `clip` where it is longer, as by PyTorch's clip_grad_norm_."""
         return g * (self.clip / (g.norm() + 1e-6)).clamp_max(1) if self.clip else g
 
-    def update(self, theta: Tensor, state: Any, g: Tensor, only: str | None = None) -> tuple[Tensor, Any]:
+    def update(
+        self, theta: Tensor, state: Any, g: Tensor, only: str | None = None, model: Model | None = None
+    ) -> tuple[Tensor, Any]:
         """Take one optimiser step: along the gradient, clipped, with what weight decay adds to it.
 
         Args:
@@ -463,21 +465,23 @@ class Method(ABC):
             state: the optimiser's, see `start`.
             g: the gradient.
             only: the part that is trained, as `Model.part` names it; all else gets no gradient, decay or momentum.
+            model: whose theta it is, such as a further network's; None: the method's own.
 
         Returns:
             Theta and state after the step.
         """
+        model = model or self.model
         if only is not None:
-            g = self.model.part(only).only(g)  # before the decay: an engine sees that the rest is not needed
+            g = model.part(only).only(g)  # before the decay: an engine sees that the rest is not needed
         g = self.clipped(g)
         if self.weight_decay:
-            decayed = self.model.weights.only(theta) if self.model.fixed else theta
-            g = g + self.weight_decay * (decayed if only is None else self.model.part(only).only(decayed))
+            decayed = model.weights.only(theta) if model.fixed else theta
+            g = g + self.weight_decay * (decayed if only is None else model.part(only).only(decayed))
         if self.optimizer == "sgd":
             moved, state = sgd(theta, state, g, self.lr, self.momentum, self.nesterov)
         else:
             moved, state = adam(theta, state, g, self.lr)
-        return (moved if only is None else self.model.part(only).only(moved, theta)), state
+        return (moved if only is None else model.part(only).only(moved, theta)), state
 
     def _descent(
         self, gradient: Callable[..., Any], only: str | None, carry: tuple[Tensor, Any], batch: Batch, given: Any
