@@ -196,6 +196,11 @@ class Method(ABC):
         return self.context.public
 
     @property
+    def reads_labels(self) -> bool:
+        """Return True if labels of public samples are read, as `public` says; a method's setting may decide it."""
+        return self.public == "labelled"
+
+    @property
     def extends(self) -> bool:
         """Return True if clients make samples for themselves: the method has an `extend` of its own."""
         return type(self).extend is not Method.extend

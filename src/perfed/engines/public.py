@@ -25,11 +25,11 @@ def visible(method: Method, clients: Clients) -> Clients:
         return replace(clients, public=_blank(clients)) if method.refines else clients
     if public is None:
         raise Problem(f"{name} needs public samples, and there are none: data.public holds some out of the training")
-    if method.public == "labelled" and not public.labelled:
+    if method.reads_labels and not public.labelled:
         raise Problem(
             f"{name} needs labelled public samples, and the labels of these are unknown: see data.public_data"
         )
-    if method.public == "unlabelled" and public.labelled:
+    if not method.reads_labels and public.labelled:
         return replace(clients, public=replace(public, y=torch.full_like(public.y, UNKNOWN), labelled=False))
     return clients
 
