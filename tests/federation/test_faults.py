@@ -198,17 +198,22 @@ def test_who_drops_out_leaves_no_trace_but_its_download():
 
 
 @pytest.mark.parametrize("name", list(methods()))
-def test_a_round_without_answers_changes_nothing(name):
-    federation = Federation(Sequential(job(maker(find(name))())))
+def test_a_round_without_answers_changes_nothing(name, monkeypatch):
+    """Beyond what the server made of its state before the round; public samples are sent all the same."""
+    federation, begun = Federation(Sequential(job(maker(find(name))()))), []
+    kind = type(federation.method)
+    begin = lambda self, server, info, plain=kind.before_round: begun.append(plain(self, server, info)) or begun[-1]
+    monkeypatch.setattr(kind, "before_round", begin)
     federation.step()
-    server, states, sent = federation.server, dict(federation.engine.states[0]), dataclasses.asdict(federation.traffic)
+    states, sent = dict(federation.engine.states[0]), dataclasses.asdict(federation.traffic)
     federation.faults = Faults(stragglers=1.0, discard=True)
     assert federation.step() == []
     assert len(federation.answers.lost) >= 1
     assert federation.round == 2
-    assert checks.difference((federation.server, dict(federation.engine.states[0])), (server, states)) == 0
+    assert checks.difference((federation.server, dict(federation.engine.states[0])), (begun[1], states)) == 0
     now = dataclasses.asdict(federation.traffic)
-    assert now["extra"] == sent["extra"]
+    assert all(("public_data" in numbers["extra"]) == kind.sends_public for numbers in (sent, now))
+    assert {**now["extra"], "public_data": 0} == {**sent["extra"], "public_data": 0}
     assert (now["up_mean"], now["up_own"]) == (sent["up_mean"], sent["up_own"])
     federation.faults = Faults()
     assert federation.step()
