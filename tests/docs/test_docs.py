@@ -117,6 +117,11 @@ def gpu(path=ROOT / "bench" / "results" / "gpu.json"):
          f"**{r['per_gradient']:.2f}**", f"{r['most']:g}", told(r))
         for r in found["methods"]
     ]  # fmt: skip
+    folds = [
+        (r["method"], f"{r['round_ms']:.1f}", f"{r['times_fedavg']:.2f}", f"{r['gradients']:.3g}",
+         f"**{r['per_gradient']:.2f}**", f"{r['most']:g}", told(r))
+        for r in found.get("folds", [])
+    ]  # fmt: skip
     runs = [
         (r["run"], str(r["rounds"]), f"**{r['seconds']:.1f}**", f"{r['limit_s']:g}", told(r),
          f"{r['recording_s'] or 0:.1f}", f"{r['useful_slots']:.3f}")
@@ -124,11 +129,16 @@ def gpu(path=ROOT / "bench" / "results" / "gpu.json"):
     ]  # fmt: skip
     faster = ("network", "clients", "batch", "loop, ms", "perfed, ms", "times faster", "at least", "reached", "of peak")
     dearer = ("method", "round, ms", "times FedAvg", "gradients", "per gradient", "at most", "reached")
+    survey = (
+        "The clients' part of a round of the survey's methods, measured and counted alike:\n",
+        markdown(dearer, folds),
+    )
     whole = ("run", "rounds", "seconds", "at most", "reached", "of it recording", "useful slots")
     quick = ", a try-out (`--quick`)" if found["quick"] else ""
     return "\n".join([
         "A step of a whole cohort, against a PyTorch loop over its clients in the same run:\n", markdown(faster, steps),
         "A round of personalised methods, against FedAvg's and the gradients they take:\n", markdown(dearer, costs),
+        *(survey if folds else ()),
         "Complete runs, from data in the host's memory to every client's model there:\n", markdown(whole, runs),
         f"([gpu.json](../bench/results/gpu.json): `perfed bench gpu --json --repeats {found['repeats']}` at "
         f"{found['commit']}{quick}, seed 0, medians; {found['device']}, torch {found['torch']}. *Of peak*: of a large "
@@ -144,12 +154,16 @@ def test_the_gpu_table_shows_what_was_measured(tmp_path):
             "reached": False}  # fmt: skip
     run = {"run": "PGFed", "rounds": 300, "seconds": 50.04, "limit_s": 75.0, "reached": True, "recording_s": None,
            "useful_slots": 0.9876}  # fmt: skip
-    found = {"steps": [step], "methods": [cost], "runs": [run], "device": "a GPU", "torch": "2.13.0", "commit": "abc",
+    fold = cost | {"method": "FedMD", "gradients": 1.2, "per_gradient": 1.04, "most": 1.3, "reached": True}
+    rows = {"steps": [step], "methods": [cost], "folds": [fold], "runs": [run]}
+    found = rows | { "device": "a GPU", "torch": "2.13.0", "commit": "abc",
              "repeats": 3, "quick": False, "matrix_product_tflops": 371.2}  # fmt: skip
     (tmp_path / "gpu.json").write_text(json.dumps(found))
     text = gpu(tmp_path / "gpu.json")
     assert "| lenet | 50 | 64 | 90.0 | 0.500 | **180** | 90 | yes | 12.5% |" in text
     assert "| Ditto | 9.0 | 2.50 | 2 | **1.25** | 1.2 | no |" in text
+    assert "survey's methods, measured and counted alike:\n\n| method |" in text
+    assert "| FedMD | 9.0 | 2.50 | 1.2 | **1.04** | 1.3 | yes |" in text
     assert "| PGFed | 300 | **50.0** | 75 | yes | 0.0 | 0.988 |" in text
     assert "--repeats 3` at abc, seed 0" in text
     assert "a GPU, torch 2.13.0" in text

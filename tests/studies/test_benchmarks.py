@@ -13,10 +13,12 @@ from perfed.engines.local import Sequential
 from perfed.engines.vectorised import Vectorised
 from perfed.federation.federation import Federation
 from perfed.methods.fedavg import FedAvg
+from perfed.methods.pgfed import PGFed
 from perfed.models import make_network
 from perfed.models.config import ModelConfig
 from perfed.studies.bench import cpu, find, gpu
 from perfed.studies.bench.plain import Loop
+from perfed.training.catalog import names
 
 
 def test_the_plain_loop_is_fedavg():
@@ -51,8 +53,62 @@ def test_the_gpu_report_has_a_line_for_each_row():
     measured = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gpu.json").read_text())
     head, *lines = gpu.report(measured)
     assert measured["device"] in head
-    assert len(lines) == sum(len(measured[part]) for part in ("steps", "methods", "runs"))
+    assert len(lines) == sum(len(measured[part]) for part in ("steps", "methods", "folds", "runs") if part in measured)
     assert all("reached" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "times"),
+    [
+        ("ditto", {}, 2),
+        ("apfl", {}, 2.2),
+        ("pfedme", {"inner_steps": 5, "momentum": 0.0}, 5),
+        ("fedcurv", {}, 1.2),
+        ("fedmd", {"digest_epochs": 2}, 1.2),  # there are half as many public samples
+    ],
+)
+def test_gradients_are_counted_over_those_of_fedavg(name, settings, times):
+    count = gpu.gradients(name, {"epochs": 5, "batch_size": 10, **settings}, samples=160, public=80)
+    assert count == pytest.approx(times)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """The benchmark of GPUs with a network so small, and pictures, that a CPU carries it out."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "SHAPE", (3, 2, 2))
+    monkeypatch.setattr(gpu, "network", lambda name: make_network(ModelConfig(name="mlp", hidden=8), (3, 2, 2), 10))
+    monkeypatch.setattr(gpu, "Vectorised", lambda job, fast, **more: Vectorised(job, **more))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_the_surveys_methods_are_measured_where_they_are_there(on_a_cpu, monkeypatch):
+    monkeypatch.setattr(gpu, "FOLDS", gpu.FOLDS | {"nobody": {}})
+    times = iter([9.0, 8.0, 6.0, *99 * (9.0, 8.0, 7.2)])  # rounds that warm up, and the one that counts
+    monkeypatch.setattr(gpu, "gradients", lambda name, *about: {"fedmd": 1.5}.get(name, 1.0))
+    part = gpu.clients_part
+    monkeypatch.setattr(gpu, "clients_part", lambda federation: part(federation) and next(times))
+    rows = {row["method"]: row for row in gpu.fold_rows(1, clients=2, samples=10)}
+    assert len(rows) == 1 + len(set(gpu.FOLDS) & set(names()))
+    assert (rows["FedAvg"]["times_fedavg"], rows["FedAvg"]["reached"]) == (1, True)
+    assert rows["FedCL"]["per_gradient"] == pytest.approx(1.2)
+    assert rows["FedMD"]["per_gradient"] == pytest.approx(1.2 / 1.5)
+    assert all(row["notices"] == [] and "gradients" in gpu._in_words("folds", row) for row in rows.values())
+
+
+def test_rows_of_methods_and_complete_runs(on_a_cpu):
+    rows = gpu.method_rows(1, clients=2, batch=80)
+    assert [row["gradients"] for row in rows] == [1, 2, 2.2, 5]
+    data = gpu.images([8] * 4, [2] * 4)
+    run = gpu.whole_run("Tiny", gpu.make(FedAvg, "any"), data, cohort=2, rounds=2, every=1, limit=9, aim=1)
+    assert (run["rounds"], run["models"]) == (2, 0)  # one model for all is kept by nobody
+    assert gpu.whole_run("Tiny", gpu.make(PGFed, "any"), data, 2, 1, 1, 9, 1)["models"] == 4
+
+
+@pytest.mark.slow
+def test_complete_runs_as_they_are(on_a_cpu):
+    assert gpu.pgfed_run(1)["models"] == 100
+    assert "Tiny" not in gpu.pfl_again(1)["run"]
 
 
 def test_an_engine_says_how_long_it_prepares(clients, model):

@@ -291,6 +291,8 @@ def test_passes_are_counted():
     assert count("ifca", epochs=3, clusters=2) == [[3, 2], [0, 0], [0, 0]]
     assert count("pfedmt", K=3, L=4, batch_size=5) == [[0, 0], [0, 0], [60, 0]]
     assert count("fedfomo", epochs=1, downloads=2) == [[1, 4], [0, 4], [0, 0]]
+    assert count("fedcurv", epochs=3) == [[4, 0], [0, 0], [0, 0]]  # those of single samples
+    assert count("fedmd", epochs=3, digest_epochs=2) == [[3, 0], [0, 0], [40, 20]]  # 20 public samples; no preparation
     assert count("zhao", epochs=3, share=0.0, warmup=50) == [[3, 0], [0, 0], [0, 0]]  # the server's is not in it
 
 

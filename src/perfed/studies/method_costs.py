@@ -18,6 +18,7 @@ from perfed.core.context import Context
 from perfed.core.messages import Cohort
 from perfed.core.method import State
 from perfed.core.model import Model
+from perfed.core.rates import Rates
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
@@ -25,6 +26,7 @@ from perfed.training import catalog
 from perfed.training.catalog import Entry
 
 ROUNDS, COHORT, FEATURES, CLASSES, PUBLIC = 2, 4, 300, 10, 20
+LONG = 100  # rounds that a run is said to have, so that the first ones are none of its last phase
 VALIDATION, TEST = 4, 4  # samples of a client whose passes are counted
 
 
@@ -50,7 +52,7 @@ def _federation(
 ) -> Federation:
     kind = entry.load()
     settings = settings | ({kind.warms_up: 0} if kind.warms_up else {})
-    return Federation(engine(Job(kind(model, **settings), clients)))
+    return Federation(engine(Job(kind(model, **settings), clients, rates=Rates(rounds=LONG))))
 
 
 def _clients(names: tuple[str, ...], train: Split, val: Split, test: Split) -> Clients:
@@ -97,8 +99,9 @@ def _sent(entry: Entry) -> dict[str, Any]:
 def passes(method: str, settings: tuple[tuple[str, Any], ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Count the samples that pass through the network in a client's round; the server's own training is not in it.
 
-    Counted in a round of tiny clients; the number is a linear function of a client's sizes, so three sizes tell all of
-    it. What runs outside `Model` is not looked at (FedAlign's narrow pass).
+    Counted in the second round of tiny clients, so what they do once is not in it; the number is a linear function of a
+    client's sizes, so three sizes tell all of it. What runs outside `Model` is not looked at (FedAlign's narrow pass),
+    nor are further networks of a method.
 
     Args:
         method: a method's name, or the path of its file.
@@ -135,7 +138,7 @@ def _count(entry: Entry, settings: dict[str, Any], train: int, val: int) -> np.n
         federation = _federation(entry, model, clients, own, ClientsAlone)
         declaring.step()  # with a specimen of a client, whose passes are nobody's
         federation.engine.declared = declaring.engine.declared
-        assert federation.method.model.outputs == CLASSES  # looks at the network once, which is nobody's pass either
+        federation.step()  # looks at the network once, which is nobody's pass either
         model.seen[:] = 0
         federation.step()
     finally:
@@ -164,6 +167,13 @@ class CountingModel(Model):
         gradient = super().grad(theta, batch, loss, train)
         self.silent = False
         return gradient
+
+    def grads(self, theta: Any, batch: Any) -> Any:
+        self._see(0, theta, batch.x)
+        self.silent = True  # it goes through the samples one by one
+        gradients = super().grads(theta, batch)
+        self.silent = False
+        return gradients
 
     def apply(self, theta: Any, x: Any, *rest: Any, **options: Any) -> Any:
         if not self.silent:
