@@ -593,7 +593,7 @@ def test_skew_problems(tmp_path):
 # --- teams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("team_order", ["random", "labels"])
+@pytest.mark.parametrize("team_order", ["random", "labels", "groups"])
 def test_another_order_has_the_same_clients(team_order):
     config = dict(rotate="0,90", noise=0.1, relabel=0.5, partition="classes")
     dealt, moved = load(DataConfig(**config), 0), load(DataConfig(**config, team_order=team_order), 0)

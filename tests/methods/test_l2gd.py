@@ -72,7 +72,7 @@ def reference(world, runs, theta, rounds=ALL):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("build", [plain_net, norm_net])
-@pytest.mark.parametrize("rounds", [ALL, ROUNDS], ids=["all", "some"])
+@pytest.mark.parametrize("rounds", [ALL, ROUNDS * 2], ids=["all", "some"])
 def test_equals_a_simulation_coin_by_coin(build, momentum, rounds, clients):
     """A momentum begins anew after every averaging step."""
     world = World(build, clients, momentum=momentum)

@@ -56,8 +56,8 @@ class DataConfig:
     )
     relabel_shift: int = hyper(3, "'shift': group g, from 0, calls class y what is y + g times this", at_least=1)
     relabel_groups: int = hyper(2, "groups of clients that rename alike; 0: each client by itself", at_least=0)
-    team_order: Literal["dealt", "random", "labels"] = hyper(
-        "dealt", "who stand side by side, and so form pfedmt's teams"
+    team_order: Literal["dealt", "random", "labels", "groups"] = hyper(
+        "dealt", "who stand side by side, and so form teams, edges, or clusters that are known"
     )
     client_column: str = hyper(
         "client", "column that names the client, in one table for all clients; '' is none: the file is one client"

@@ -37,6 +37,11 @@ class Skews:
     maps: np.ndarray | None = None
     share: float = 0.0
 
+    @property
+    def kinds(self) -> list[np.ndarray]:
+        """What puts clients into groups, each [clients]; nothing where no skew does."""
+        return [kind for kind in (self.group, self.degrees) if kind is not None]
+
     def labels(self, y: np.ndarray, client: int, part: int) -> np.ndarray:
         """Return a client's labels in one part, as it uses them."""
         if self.group is None or self.maps is None:

@@ -64,7 +64,7 @@ def assemble(
     }
     kinds = labels[TRAIN] if pool.strata is None else [stratum[mine] for mine in chosen[TRAIN]]
     counts = np.stack([np.bincount(mine, minlength=pool.kinds) for mine in kinds])
-    places = order(counts, config, seed)
+    places = order(counts, config, seed, skews.kinds)
     tables = {}
     for name, code in zip(SPLITS, codes, strict=True):
         sizes = tuple(len(chosen[code][client]) for client in places)

@@ -14,16 +14,15 @@ not L2GD. Gradients of batches are as noisy here as there: it ends in a neighbou
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import Any, Literal
 
 from perfed.core.errors import Problem
 from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method
-from perfed.core.random import SELECT, derive, uniform
+from perfed.core.random import SELECT, derive
 from perfed.core.rounds import Phase
+from perfed.methods.shared.coins import until
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,8 @@ class L2GD(Method):
 
     def check(self):
         if self.theta > 1:
-            raise Problem(
-                f"l2gd needs lr * lam * (1 - p) / p of at most 1, not {self.theta:g}: it would leap over means"
-            )
+            name = type(self).__name__.lower()
+            raise Problem(f"{name} needs lr * lam * (1 - p) / p of at most 1, not {self.theta:g}: it leaps over means")
 
     @property
     def theta(self):
@@ -51,11 +49,10 @@ class L2GD(Method):
         """Return how many averaging steps and how many local steps this round has."""
         if self.coins == "fixed":
             return 1, None
-        first, second = uniform(derive(self.context.seed, SELECT, self.context.round), (2,), torch.float64).tolist()
-        after = lambda draw, stay: 1 + math.floor(math.log1p(-draw) / math.log(stay))  # coins until another one
-        return after(first, self.p), after(second, 1 - self.p)
+        key = derive(self.context.seed, SELECT, self.context.round)
+        return 1 + until(derive(key, 0), 1 - self.p), 1 + until(derive(key, 1), self.p)
 
-    def init_server(self, clients):
+    def init_server(self, clients) -> Any:
         return self.model.init(self.context.seed)  # xbar
 
     def init_client(self):
