@@ -75,6 +75,8 @@ def test_parts():
     assert len(model.norm) == 4 * 8  # scale, shift and both statistics: by type, not by name
     assert torch.equal(model.part("0").mask, model.part("0.*").mask)
     assert len(model.part("*.bias")) == 8 + 8 + 3
+    assert torch.equal(model.part("0,4").mask, model.part("0").mask | model.part("4").mask)
+    assert torch.equal(model.part("!0, *.bias").mask, model.everything.mask & ~model.part("0,*.bias").mask)
     assert len(model.part("none")) == 0
     assert torch.equal(model.part("!none").mask, model.everything.mask)
     theta = model.init(0)

@@ -238,7 +238,7 @@ class Model:
 
         Args:
             pattern: 'head', 'body', 'norm', 'none', or a pattern over names of tensors and modules ('conv*', '*.bias');
-                a '!' in front takes everything else.
+                several with commas between them; a '!' in front takes everything else.
 
         Returns:
             The part; a pattern that matches nothing is a Problem.
@@ -252,6 +252,8 @@ class Model:
     def _match(self, pattern: str) -> Part:
         if pattern.startswith("!"):
             return Part(self.moving.mask & ~self.part(pattern[1:]).mask)
+        if "," in pattern:
+            return Part(torch.stack([self.part(each.strip()).mask for each in pattern.split(",")]).any(0))
         if pattern == "none":
             return self._part([False] * len(self.shapes))
         flags = [fnmatch.fnmatch(n, pattern) or fnmatch.fnmatch(n.rpartition(".")[0], pattern) for n in self.shapes]
