@@ -11,6 +11,7 @@ from reference import (
     NEVER,
     ORDER,
     ROUNDS,
+    Mixed,
     World,
     average,
     check_no_alias,
@@ -71,12 +72,16 @@ def distilled(world, student, teachers, round, distil_steps, distil_lr, distil_b
     return student
 
 
-def reference(world, rounds=ROUNDS, **about):
-    w = world.net()
+def reference(world, of=(0, 0, 0, 0, 0), rounds=ROUNDS, **about):
+    """The models of all networks; `of` says who has which."""
+    models = {of[i]: world.net_of(i) for i in range(5)}
     for round, cohort in enumerate(rounds, 1):
-        nets = [world.train(w, world.batches(i, round)) for i in cohort]
-        w = distilled(world, average(nets, [world.count(i) for i in cohort]), nets, round, **about)
-    return w
+        nets = {i: world.train(models[of[i]], world.batches(i, round)) for i in cohort}
+        for k in {of[i] for i in cohort}:
+            mine = [i for i in cohort if of[i] == k]
+            mean = average([nets[i] for i in mine], [world.count(i) for i in mine])
+            models[k] = distilled(world, mean, list(nets.values()), round, **about)
+    return models
 
 
 @pytest.mark.parametrize("ensemble", ENSEMBLES)
@@ -85,16 +90,51 @@ def test_equals_the_reference(build, ensemble, clients):
     """Its teachers look at each batch; here what they say of all public samples is computed once in a round."""
     world = World(build, clients, momentum=0.9)
     fed = world.run(FedDF, ensemble=ensemble, **FAST)
-    w = reference(world, ensemble=ensemble, **FAST)
-    close(fed.server, flat(w))
+    w = reference(world, ensemble=ensemble, **FAST)[0]
+    close(fed.server[0], flat(w))
     for theta in personal(fed):
         close(theta, flat(w))
+
+
+ALONE = ((0, 1, 3), (0, 3), (1, 2))  # nobody has the second network in the second round, nobody the first in the last
+
+
+@pytest.mark.parametrize("ensemble", ENSEMBLES)
+def test_networks_that_differ_equal_the_reference(ensemble, clients):
+    """Each has a student of its own and all models as teachers; one that nobody of a round has stays as it was."""
+    world = Mixed([plain_net, norm_net], clients)
+    fed = world.run(FedDF, ALONE, ensemble=ensemble, **FAST)
+    models = reference(world, world.of, ALONE, ensemble=ensemble, **FAST)
+    for i, theta in enumerate(personal(fed)):
+        close(theta, flat(models[world.of[i]]))
+    small, large = (len(flat(models[k])) for k in (0, 1))
+    sent = 8 * (2 * small + large + 2 * small + 2 * large)
+    assert (fed.traffic.down, fed.traffic.up) == (sent, sent + 8 * 7)
+
+
+def test_there_is_no_general_model_of_networks_that_differ(clients):
+    fed = Mixed([plain_net, norm_net], clients).run(FedDF, ALONE[:1], **FAST)
+    with pytest.raises(Problem, match="no model for everybody: clients have networks that differ"):
+        fed.method.global_model(fed.server)
+
+
+def test_a_network_all_of_whose_models_are_left_out_has_their_mean_as_student(clients):
+    """The teachers are then the other network's alone."""
+    world = Mixed([plain_net, norm_net], clients)
+    taught, plain = (world.run(FedDF, ALONE[:1], **FAST | {"distil_steps": steps}) for steps in (9, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedDF, "kept", lambda self, right: torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64))
+        without, start = (
+            world.run(FedDF, ALONE[:1], drop_worst=True, **FAST | {"distil_steps": steps}) for steps in (9, 0)
+        )
+    same(start.server[1], plain.server[1])
+    assert differs(without.server, taught.server)
 
 
 @pytest.mark.parametrize("build", [plain_net, norm_net])
 def test_without_steps_it_is_fedavg(build, clients):
     world = World(build, clients, momentum=0.9)
-    same(world.run(FedDF, distil_steps=0).server, world.run(FedAvg).server)
+    same(world.run(FedDF, distil_steps=0).server[0], world.run(FedAvg).server)
 
 
 @pytest.mark.parametrize(("build", "stays"), [(plain_net, True), (norm_net, False)])
@@ -102,7 +142,7 @@ def test_one_model_alone_has_nothing_to_teach_itself(build, stays, clients):
     """But for BatchNorm, with which it sees a batch otherwise as student than as teacher."""
     method, x = World(build, clients).federation(FedDF, **FAST).method, clients.public.x
     w, batch = method.model.init(3), Batch(x, clients.public.y, None, torch.tensor(0), torch.arange(len(x)))
-    _, (m, _, _) = method.distil((w, adam_start(w)), batch, method.logits(batch, w).softmax(-1))
+    _, (m, _, _) = method.distil((w, adam_start(w)), batch, method.says(batch, w)[0].softmax(-1))
     assert (float(m.norm()) < 1e-15) == stays
 
 
@@ -112,7 +152,7 @@ def refined(fed, models, samples=None, **context):
     own = {"w": models, "samples": torch.ones(len(models), dtype=torch.int64) if samples is None else samples}
     cohort = Cohort(torch.arange(len(models)), (), own, torch.tensor(1.0), len(models))
     method = fed.method.at(round=1, **context)
-    return fed.engine.refine(0, method.context, method.aggregate(fed.server, cohort), cohort)
+    return fed.engine.refine(0, method.context, method.aggregate(fed.server, cohort), cohort)[0]
 
 
 def opposite(model, w):
@@ -124,7 +164,7 @@ def test_opposite_teachers_teach_that_all_classes_are_alike(clients):
     fed = World(plain_net, clients).federation(FedDF, distil_steps=400, distil_lr=0.05, distil_batch=13)
     model, x = fed.method.model, clients.public.x
     w = 5 * model.init(3)
-    fed.server = w
+    fed.server = w[None]
     logits = model.apply(opposite(model, w), x)[0]
     same(logits, -model.apply(w, x)[0])
     many = torch.tensor([3, 1])  # the student begins between them, and nearer to the first
@@ -239,9 +279,10 @@ def test_one_model_each_way_read_one_by_one(clients):
 
 def test_a_newcomer_gets_the_server_s_model(clients):
     fed = World(plain_net, clients).run(FedDF, **FAST)
-    assert torch.equal(fed.method.newcomer(fed.server).shared, fed.server)
-    assert torch.equal(fed.method.global_model(fed.server), fed.server)
-    assert torch.equal(personal(fed)[NEVER], fed.server)
+    (w,) = fed.server
+    assert torch.equal(fed.method.newcomer(fed.server).shared, w)
+    assert torch.equal(fed.method.global_model(fed.server), w)
+    assert torch.equal(personal(fed)[NEVER], w)
     check_no_alias(fed)
 
 

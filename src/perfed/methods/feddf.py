@@ -1,19 +1,17 @@
 """FedDF: the server's model learns what the clients' models together say of unlabelled public samples.
 
-Lin, Kong, Stich, Jaggi: Ensemble Distillation for Robust Model Fusion in Federated Learning. NeurIPS 2020,
-Algorithm 1. https://arxiv.org/abs/2006.07242
-After the authors' code (https://github.com/epfml/federated-learning-public-code).
+Lin, Kong, Stich, Jaggi: Ensemble Distillation for Robust Model Fusion in Federated Learning. NeurIPS 2020.
+https://arxiv.org/abs/2006.07242 After the authors' code (https://github.com/epfml/federated-learning-public-code).
 
-Clients train as FedAvg's do. Their mean is the student, and all of their models are teachers: Adam with a rate that
-falls along a cosine and gradients of length 5 at most brings the student's probabilities nearer to theirs (KL). Logits
-are averaged. `avg_probs`, and with it `avg_losses` (the code's default, whose gradient is the same), fails where every
-client is sure of its own few classes.
+Clients train as FedAvg's do. Their mean is the student, one for each network where those differ, and the models of all
+are its teachers: Adam with a rate that falls along a cosine and gradients of length 5 at most brings the student's
+probabilities nearer to theirs (KL). Logits are averaged; `avg_probs`, and with it `avg_losses` (the code's default, of
+the same gradient), fails where every client is sure of its own few classes.
 
 The mean is weighted by samples, in the code it is uniform. The code stops by accuracy on labelled samples of the server
-and takes the best student; here the number of steps is set. What teachers say is computed once a round, which is the
-same, as public samples do not change. Clients' models are read one by one: secure sums do not apply. `drop_worst` needs
-labelled public samples and leaves out, as start and as teacher, who is below 1.2 times chance, or if nobody is, 1.5
-standard deviations below the others; the code drops the latter as teachers alone.
+and takes the best student; here the number of steps is set. What teachers say is computed once a round, as public
+samples do not change. Models are read one by one: no secure sums. `drop_worst` needs labels and leaves out of mean and
+teachers who is below 1.2 times chance, or else 1.5 standard deviations below the others; the code, as teachers alone.
 """
 
 import math
@@ -25,10 +23,10 @@ import torch.nn.functional as F
 
 from perfed.core.errors import Problem
 from perfed.core.fields import hyper
-from perfed.core.messages import Up
+from perfed.core.messages import Down, Up
 from perfed.core.method import Method
-from perfed.core.model import average
 from perfed.core.optim import adam, adam_start
+from perfed.methods.shared.distillation import of_outputs
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class FedDF(Method):
     evaluates = "global"
     category = "personalised models: knowledge distillation"
     averages = False
+    own_networks = True
     public: ClassVar[Literal["", "unlabelled", "labelled"]] = "unlabelled"
 
     @property
@@ -53,55 +52,59 @@ class FedDF(Method):
             raise Problem(f"feddf compares probabilities of classes, and this task is {task.kind}")
 
     def init_server(self, clients):
-        return self.model.init(self.context.seed)
+        return torch.stack([model.init(self.context.seed) for model in self.networks])
+
+    def broadcast(self, server, ids):
+        return Down(shared=server[0]) if len(server) == 1 else Down(own=server[self.network_of[ids]])
+
+    def global_model(self, server):
+        return Method.global_model(self, server[0])  # which refuses where there are several
 
     def local(self, client, down, data):
-        return client, Up(own={"w": self.descend(down.shared, data), "samples": data.size})
+        return client, Up(own={"w": self.descend(self.personalise(client, down, data), data), "samples": data.size})
 
-    def mean(self, cohort, kept):
-        share = cohort.own["samples"].double() * kept
-        return (share / share.sum() @ cohort.own["w"].double()).to(self.model.dtype)
+    def means(self, server, cohort, kept):
+        """Return for each network the mean of its clients' models; that of before where none of them stays."""
+        numbers = torch.arange(len(server), device=server.device)[:, None]
+        share = (self.network_of[cohort.ids] == numbers) * cohort.own["samples"].double() * kept  # [networks, models]
+        total = share.sum(1, keepdim=True)
+        return torch.where(total > 0, (share / total.clamp_min(1) @ cohort.own["w"].double()).to(server.dtype), server)
 
     def aggregate(self, server, cohort):
-        return self.mean(cohort, 1.0)
+        return self.means(server, cohort, 1.0)
 
-    def logits(self, batch, w):
-        return self.model.apply(w, batch.x)[0]
-
-    def label(self, batch, given):
-        return batch.y
+    def says(self, batch, w):
+        out = self.model.apply(w, batch.x)[0]
+        return out, out.argmax(-1) == batch.y
 
     def kept(self, right):
         """Return who stays, 1 or 0, given the share of public samples that each model is right about."""
-        above = right >= 1.2 / self.model.outputs
         others = right.sort().values[: max(len(right) - 1, 1)]  # without the best
         near = right >= others.mean() - 1.5 * others.std(correction=0) - 1e-9
-        stays = torch.where(above.all(), near, above)
-        return torch.where(stays.any(), stays, True).double()
+        above = right >= 1.2 / self.model.outputs
+        return torch.where(above.all(), near, above | ~above.any()).double()
+
+    def divergence(self, out, target):
+        return F.kl_div(out.log_softmax(-1), target, reduction="none").sum(-1)
 
     def distil(self, carry, batch, target):
-        def loss(w, batch, train):
-            out, fresh = self.model.apply(w, batch.x, train, batch.weight, batch.key)
-            each = F.kl_div(out.log_softmax(-1), target[batch.index], reduction="none").sum(-1)
-            return average(each, batch.weight), fresh
-
         w, state = carry
-        g, w, _ = self.model.grad(w, batch, loss)
+        g, w, _ = self.model.grad(w, batch, of_outputs(self.model, self.divergence, target))
         rate = self.distil_lr * (1 + torch.cos(math.pi / max(self.distil_steps, 1) * state[2])) / 2
         return adam(w, state, g * (5 / (g.norm() + 1e-6)).clamp_max(1), rate)
 
     def refine(self, server, cohort, public):
-        outputs = torch.stack([public.map(self.logits, w) for w in cohort.own["w"]])  # [models, samples, classes]
-        kept = outputs.new_ones(len(outputs), dtype=torch.float64)
-        if self.drop_worst:
-            kept = self.kept((outputs.argmax(-1) == public.map(self.label)).double().mean(1))
-            server = self.mean(cohort, kept)
-        share = (kept / kept.sum()).to(outputs.dtype)
-        by_logits = self.ensemble == "avg_logits"
-        target = torch.tensordot(share, outputs if by_logits else outputs.softmax(-1), 1)
+        of = self.network_of[cohort.ids].tolist()
+        teachers = [(self.with_network(k), w) for k, w in zip(of, cohort.own["w"], strict=True)]
+        answers = [public.map(method.says, w) for method, w in teachers]
+        outputs, right = (torch.stack(each) for each in zip(*answers, strict=True))  # a row for each model
+        kept = self.kept(right.double().mean(1)) if self.drop_worst else torch.ones_like(right[:, 0]).double()
+        server, share = self.means(server, cohort, kept), (kept / kept.sum()).to(outputs.dtype)
+        mean = lambda rows: torch.tensordot(share, rows, 1)
+        target = mean(outputs).softmax(-1) if self.ensemble == "avg_logits" else mean(outputs.softmax(-1))
         about = {"steps": self.distil_steps, "batch_size": self.distil_batch}
-        start = (server, adam_start(server))
-        return public.fold(self.distil, start, target.softmax(-1) if by_logits else target, **about)[0]
+        taught = lambda k, w: public.fold(self.with_network(k).distil, (w, adam_start(w)), target, **about)[0]
+        return torch.stack([taught(k, w) if k in of else w for k, w in enumerate(server)])
 
     def personalise(self, client, down, data):
-        return down.shared
+        return down.shared if len(self.networks) == 1 else down.own

@@ -24,9 +24,9 @@ from perfed.core.errors import Problem
 from perfed.core.fields import hyper
 from perfed.core.messages import Down, Up
 from perfed.core.method import Method
-from perfed.core.model import average
 from perfed.core.optim import adam, adam_start
 from perfed.core.rounds import Phase
+from perfed.methods.shared.distillation import of_outputs
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,12 @@ class FedMD(Method):
         g, theta = self.gradient(theta, batch)
         return adam(theta, state, g, self.public_lr)
 
-    def digest(self, carry, batch, consensus):
-        def loss(theta, batch, train):
-            out, fresh = self.model.apply(theta, batch.x, train, batch.weight, batch.key)
-            apart = out - consensus[batch.index]
-            each = (apart.abs() if self.distance == "absolute" else apart**2).mean(-1)
-            return average(each, batch.weight), fresh
+    def apart(self, out, consensus):
+        return ((out - consensus).abs() if self.distance == "absolute" else (out - consensus) ** 2).mean(-1)
 
+    def digest(self, carry, batch, consensus):
         theta, state = carry
-        g, theta, _ = self.model.grad(theta, batch, loss)
+        g, theta, _ = self.model.grad(theta, batch, of_outputs(self.model, self.apart, consensus))
         return adam(theta, state, g, self.public_lr)
 
     def logits(self, batch, theta):
