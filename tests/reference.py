@@ -15,7 +15,7 @@ from perfed.core.model import Model
 from perfed.core.networks import Networks
 from perfed.core.random import PUBLIC, TRAIN, derive, shuffle
 from perfed.core.rates import Rates
-from perfed.core.tree import rows
+from perfed.core.tree import rows, stack
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
 from perfed.federation.federation import Federation
@@ -194,10 +194,10 @@ class Mixed(World):
 
 
 def models(fed):
-    """Every client's models as an evaluation hands them out: name -> one row per client."""
+    """Every client's models as an evaluation hands them out: name -> one row per client, of each tensor of a tree."""
     found = {}
     fed.evaluate(save=found.__setitem__)
-    return {name: torch.stack([found[i][name] for i in range(len(fed.clients))]) for name in found[0]}
+    return {name: stack([found[i][name] for i in range(len(fed.clients))]) for name in found[0]}
 
 
 def personal(fed):

@@ -1,6 +1,7 @@
 """Several runs in one engine: what they may differ in, what is refused. That they equal runs alone: the contract."""
 
 import dataclasses
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from perfed.contract import checks, toy
 from perfed.core.clients import SPLITS
 from perfed.core.errors import Problem
+from perfed.core.messages import Up
 from perfed.core.model import Model
 from perfed.engines.base import Job
 from perfed.engines.local import Sequential
@@ -82,6 +84,37 @@ def test_runs_with_clients_of_their_own(name, kind):
         assert checks.difference(batched[run].server, single.server) < 1e-9
         assert checks.difference(checks.states_of(batched[run]), checks.states_of(single)) < 1e-9
         assert checks.difference(scores[run].tables, single.evaluate().tables) < 1e-9
+
+
+@dataclass(frozen=True)
+class Remembers(FedAvg):
+    """Clients keep the last output for each of their samples, in as many rows as the context says."""
+
+    def init_client(self):
+        return torch.zeros(self.context.longest, self.model.outputs, dtype=self.model.dtype)
+
+    def outputs(self, batch, theta):
+        return self.model.apply(theta, batch.x)[0]
+
+    def local(self, client, down, data):
+        kept = data.map(self.outputs, down.shared)
+        return kept + 0 * client, Up(mean=self.descend(down.shared, data) - down.shared)
+
+
+@pytest.mark.parametrize("kind", [Sequential, Workers, Vectorised])
+def test_a_table_of_samples_is_as_long_as_the_context_says(kind):
+    """In a batch of runs whose largest clients differ it is the longest of all; elsewhere each run has its own."""
+    jobs = [job(seed, toy.toy_clients(sizes), kind=Remembers) for seed, sizes in {0: SIZES, 3: (2, 9, 4, 6)}.items()]
+    engine = kind(*jobs)
+    assert [each.method.context.longest for each in engine.jobs] == ([9, 9] if kind is Vectorised else [8, 9])
+    batched = federations(engine)
+    step(batched, [range(4), range(4)])
+    engine.close()
+    for run, federation in enumerate(batched):
+        sizes, longest = jobs[run].clients.train.size, engine.jobs[run].method.context.longest
+        states = checks.states_of(federation)
+        assert [len(states[id]) for id in range(4)] == [longest] * 4
+        assert [int(states[id].any(1).sum()) for id in range(4)] == list(sizes)
 
 
 def test_models_of_every_run_are_saved():

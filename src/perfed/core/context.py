@@ -21,6 +21,7 @@ class Context:
         population: number of clients in all.
         cohort: number of clients that a round is meant to have.
         rounds: number of rounds of the whole run, over which a method may stretch what changes.
+        longest: most training samples that a client has: rows of what `data.map` makes of its own.
         public: number of public samples, where the method needs such.
         networks: the networks of the clients and who has which; None: all have the same one.
         network: the number of the client's own network, in a function that runs for ONE client.
@@ -33,6 +34,7 @@ class Context:
     population: int = 0
     cohort: int = 0
     rounds: int = 1
+    longest: int = 0
     public: int = 0
     networks: Networks | None = None
     network: int = 0

@@ -406,7 +406,7 @@ class Engine(ABC):
 
     def _prepare(self, jobs: Sequence[Job]) -> None:
         """Take jobs over, with models that make use of the machine."""
-        self.jobs = [self._prepared(job) for job in jobs]
+        self.jobs = [self._prepared(job, self._longest(job, jobs)) for job in jobs]
         # For each run its method with each of its networks.
         several = [job.method.networks[1:] for job in self.jobs]
         self.methods = [
@@ -414,7 +414,11 @@ class Engine(ABC):
             for job, others in zip(self.jobs, several, strict=True)
         ]
 
-    def _prepared(self, job: Job) -> Job:
+    def _longest(self, job: Job, jobs: Sequence[Job]) -> int:  # noqa: ARG002
+        """Return how many rows `data.map` makes of a client's training samples, in one of the engine's runs."""
+        return job.clients.train.longest
+
+    def _prepared(self, job: Job, longest: int) -> Job:
         """Return the job with a model that makes use of the machine; of several networks that of the first."""
         _refuse_other_task(job)
         _refuse_moved_and_made(job)
@@ -422,6 +426,7 @@ class Engine(ABC):
         fast = lambda model: FastModel.of(model, kernels=self.kernels).taking(job.clients.shape, tokens)
         clients = visible(job.method, job.clients)
         run = Context(job.seed, population=len(clients), cohort=job.cohort or len(clients), rounds=job.rates.rounds)
+        run = replace(run, longest=longest)
         if job.method.public and clients.public is not None:
             run = replace(run, public=len(clients.public.y))
         several = job.method.context.networks

@@ -87,6 +87,9 @@ class Vectorised(Engine):
         for split in SPLITS if fast else ():  # kernels do not look
             self.clients.task.refuse(self.clients.split(split).y, f"the {split} samples")
 
+    def _longest(self, job: Job, jobs: Sequence[Job]) -> int:  # noqa: ARG002
+        return max(each.clients.train.longest for each in jobs)  # they are in one table
+
     def _one_table(self) -> tuple[Clients, list[int]]:
         """Lay the clients of all runs into one table; return it, and each run's first place in it."""
         device = self.method.model.device
