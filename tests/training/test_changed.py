@@ -13,7 +13,7 @@ from tiny import QUIET, contents, copied, make
 
 import perfed
 from perfed import api
-from perfed.contract.toy import norm_net, plain_net
+from perfed.contract.toy import norm_net, plain_net, toy_settings
 from perfed.core.errors import Problem
 from perfed.core.method import Method
 from perfed.core.model import Model
@@ -390,7 +390,8 @@ def test_a_server_is_known_by_its_form(name, clients):
     entry = catalog.find(name)
     short = {key: 2 for key in ("warmup", "head_epochs", "personal_epochs") if key in entry.fields}
     net = norm_net if name == "fedbn" else plain_net
-    method = entry.load()(Model(net), epochs=1, lr=0.01, **short)
+    kind = entry.load()
+    method = kind(Model(net), epochs=1, lr=0.01, **toy_settings(kind) | short)
     federation = Federation(Sequential(Job(method, clients)))
     start = Federation(Sequential(Job(method, clients)))
     for _ in range(4):

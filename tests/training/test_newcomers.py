@@ -11,6 +11,7 @@ import torch
 
 import perfed
 from perfed.cli import main
+from perfed.contract.toy import toy_settings
 from perfed.core.errors import Problem
 from perfed.training.catalog import methods
 
@@ -54,7 +55,7 @@ def welcome(run, path, method, **more):
 @pytest.mark.parametrize("name", SUITED)
 def test_every_method_gives_a_model_or_a_reason(name, tmp_path):
     table(tmp_path / "new.csv", ["late"], seed=1)
-    run = trained(tmp_path, name, baseline=False)
+    run = trained(tmp_path, name, baseline=False, **toy_settings(methods()[name].load()))
     if name in CANNOT:
         with pytest.raises(Problem, match="nothing to send to a new one"):
             welcome(run, tmp_path / "new.csv", name)

@@ -183,6 +183,12 @@ def networks(entry: Entry) -> list[str]:
     return suited or list(NETWORKS)  # refused everywhere: the checks then say why
 
 
+def toy_settings(kind: type[Method]) -> dict[str, Any]:
+    """Return the values of a method's settings that are declared for the small federation."""
+    values = {field.name: field.metadata.get("toy") for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def maker(entry: Entry, network: str = "plain", change: Callable[[Any], Any] = lambda build: build) -> MakeMethod:
     """Return a function that makes instances of a method, with settings under which everything is in use.
 
@@ -217,8 +223,7 @@ def task_maker(entry: Entry, task: Task) -> MakeMethod | Problem:
 def _maker(entry: Entry, model: Model) -> MakeMethod:
     kind = entry.load()
     base: dict[str, Any] = SETTINGS | ({kind.warms_up: 1} if kind.warms_up else {})  # the toy has only a few rounds
-    toys = {field.name: field.metadata.get("toy") for field in dataclasses.fields(kind)}
-    base |= {name: value for name, value in toys.items() if value is not None}
+    base |= toy_settings(kind)
     try:
         kind(model, **base)
     except Problem:  # a method may refuse momentum; it must then work without

@@ -32,8 +32,8 @@ class FedGen(Method):
     generative_alpha: float = hyper(1.0, "weight of generated representations in a client's loss", at_least=0)
     generative_beta: float = hyper(1.0, "weight of what the head says of a generated one as target", at_least=0)
     eta: float = hyper(1.0, "weight of the term that keeps generated representations apart", at_least=0)
-    generated: int = hyper(32, "representations beside a batch, and in a generator's", at_least=2, at_most=1_000_000)
-    generator_steps: int = hyper(50, "steps of the generator in a round", at_least=0, at_most=1_000_000)
+    generated: int = hyper(32, "representations beside a batch, and in G's", at_least=2, at_most=1_000_000, toy=6)
+    generator_steps: int = hyper(50, "steps of the generator in a round", at_least=0, at_most=1_000_000, toy=4)
     generator_lr: float = hyper(3e-4, "learning rate of Adam for the generator", above=0)
 
     evaluates = "global"

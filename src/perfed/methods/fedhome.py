@@ -29,10 +29,12 @@ from perfed.methods.shared.smote import Table, draw, neighbours
 @dataclass(frozen=True)
 class FedHome(Method):
     decoding: float = hyper(1.0, "weight of the decoder's squared error; 0 is none", at_least=0)
-    decoder_width: int = hyper(128, "width of the decoder's hidden layer", at_least=1, at_most=1_000_000)
+    decoder_width: int = hyper(128, "width of the decoder's hidden layer", at_least=1, at_most=1_000_000, toy=8)
     near: int = hyper(5, "nearest neighbours that SMOTE chooses among", at_least=1, at_most=1_000)
     even: bool = hyper(True, "even the classes out before the head is tuned")
-    adapt_epochs: int = hyper(5, "epochs of the head before an evaluation; 0 is none", at_least=0, at_most=10_000)
+    adapt_epochs: int = hyper(
+        5, "epochs of the head before an evaluation; 0 is none", at_least=0, at_most=10_000, toy=2
+    )
     adapt_lr: float = hyper(0.01, "learning rate of these epochs", above=0)
 
     evaluates = "adapted"

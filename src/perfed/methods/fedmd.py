@@ -31,12 +31,12 @@ from perfed.methods.shared.distillation import of_outputs
 
 @dataclass(frozen=True)
 class FedMD(Method):
-    public_epochs: int = hyper(20, "epochs on labelled public samples, at first", at_least=0, at_most=10_000)
-    private_epochs: int = hyper(25, "epochs on a client's own samples right after them", at_least=0, at_most=10_000)
+    public_epochs: int = hyper(20, "epochs on labelled public samples, at first", at_least=0, at_most=10_000, toy=2)
+    private_epochs: int = hyper(25, "epochs on a client's own samples after them", at_least=0, at_most=10_000, toy=2)
     digest_epochs: int = hyper(1, "epochs a round towards the mean logits; 0: none", at_least=0, at_most=10_000)
     distance: Literal["absolute", "squared"] = hyper("absolute", "difference from the mean logits, in the mean")
     public_lr: float = hyper(1e-3, "learning rate of Adam on public samples", above=0)
-    public_batch: int = hyper(32, "public samples per step", at_least=1, at_most=1_000_000_000)
+    public_batch: int = hyper(32, "public samples per step", at_least=1, at_most=1_000_000_000, toy=5)
 
     evaluates = "own"
     category = "personalised models: knowledge distillation"

@@ -25,7 +25,7 @@ from perfed.core.rounds import Phase
 
 @dataclass(frozen=True)
 class HierFAVG(Method):
-    edges: int = hyper(2, "edges; client i of N is at edge i M // N (data.team_order)", at_least=1)
+    edges: int = hyper(2, "edges; client i of N is at edge i M // N (data.team_order)", at_least=1, at_most=1_000_000)
     k1: int = hyper(0, "local steps of an exchange; 0: those of `epochs` epochs", at_least=0, at_most=1_000_000)
     k2: int = hyper(2, "exchanges with the edge in a round of the cloud; 1 is FedAvg", at_least=1, at_most=10_000)
 

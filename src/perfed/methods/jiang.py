@@ -26,7 +26,7 @@ from perfed.core.rounds import Phase
 class Jiang(Method):
     share: float = hyper(0.33, "share of the rounds, the last ones, that are Reptile's", at_least=0, at_most=1)
     beta: float = hyper(0.5, "momentum of the server before them", at_least=0, below=1)
-    steps: int = hyper(10, "local steps K in a round of Reptile", at_least=1, at_most=1_000_000)
+    steps: int = hyper(10, "local steps K in a round of Reptile", at_least=1, at_most=1_000_000, toy=4)
     meta_optimizer: Literal["adam", "sgd"] = hyper("adam", "optimiser of the server in rounds of Reptile")
     meta_lr: float = hyper(0.001, "its learning rate", above=0)
     adapt_steps: int = hyper(

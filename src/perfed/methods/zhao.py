@@ -23,7 +23,9 @@ from perfed.methods.fedavg import FedAvg
 @dataclass(frozen=True)
 class Zhao(FedAvg):
     share: float = hyper(0.5, "share a of the public samples that each client trains on", at_least=0, at_most=1)
-    warmup: int = hyper(100, "steps on the public samples before round 1; 0: none", at_least=0, at_most=1_000_000)
+    warmup: int = hyper(
+        100, "steps on the public samples before round 1; 0: none", at_least=0, at_most=1_000_000, toy=10
+    )
 
     category = "global model: data augmentation"
     public = "labelled"
