@@ -30,9 +30,7 @@ ENDLESS = 2**31  # steps
 
 @dataclass(frozen=True)
 class AL2GD(L2GD):
-    clusters: int = hyper(
-        2, "clusters M; i of N is in cluster i M // N (data.team_order)", at_least=1, at_most=1_000_000
-    )
+    clusters: int = hyper(2, "clusters M; i of N is in i M // N (data.team_order)", at_least=1, at_most=1_000_000)
     between: float = hyper(0.1, "pull lambda of a cluster to the others; 0: each is alone", at_least=0)
     tau: float = hyper(0.0, "share of the pull to the cluster that is in global moves", at_least=0, at_most=1)
     p0: float = hyper(0.02, "probability of a global move; p is that of a cluster's, else", above=0, below=1, toy=0.2)

@@ -31,9 +31,7 @@ from perfed.methods.shared.distillation import of_outputs
 
 @dataclass(frozen=True)
 class FedDF(Method):
-    distil_steps: int = hyper(
-        200, "steps of the server in each round; 0 is FedAvg", at_least=0, at_most=1_000_000, toy=4
-    )
+    distil_steps: int = hyper(200, "steps of the server in a round; 0 is FedAvg", at_least=0, at_most=1_000_000, toy=4)
     distil_lr: float = hyper(1e-3, "learning rate of the server's Adam at first", above=0)
     distil_batch: int = hyper(128, "public samples per step", at_least=1, at_most=1_000_000_000, toy=8)
     ensemble: Literal["avg_logits", "avg_losses", "avg_probs"] = hyper("avg_logits", "how teachers are put together")
