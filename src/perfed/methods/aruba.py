@@ -69,13 +69,14 @@ class ARUBA(Method):
         w, q = carry
         d, fresh = self.gradient(w, batch)
         d = self.clipped(d) + self.weight_decay * self.model.weights.only(w)
-        eta = self.lr * given["eta"] / (1 + given["c/g"] * q).sqrt()
+        eta = self.lr * given["eta"]
+        if "c/g" in given:  # where a client adapts
+            eta = eta / (1 + given["c/g"] * q).sqrt()
         return fresh - eta * d, q + self.squares(d)
 
     def local(self, client, down, data):
         w, eta = down.shared["w"], down.shared["eta"]
-        zero = torch.zeros_like(eta)
-        w_i, q = data.fold(self.step, (w, zero), {"eta": eta, "c/g": zero})
+        w_i, q = data.fold(self.step, (w, torch.zeros_like(eta)), {"eta": eta})
         if self.compact:
             return client, Up(own={"w": w_i - w, "g": q, "samples": data.size})
         b = self.squares(self.pull(w_i, w)) / 2
