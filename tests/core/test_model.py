@@ -306,6 +306,16 @@ def test_a_layer_in_two_places_is_swapped_in_both():
     assert torch.equal(first[0], again[0])
 
 
+def test_batch_norm_in_evaluation_is_the_same_by_hand(monkeypatch):
+    """As it is while a step is compiled: PyTorch's own has no rule for many clients there."""
+    model = Model(norm_net, dtype=D)
+    theta, x = model.apply(model.init(0), batch().x, True, key=derive(1))[1], batch(seed=1).x
+    expected = model.apply(theta, x)[0]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(F, "batch_norm", None)
+    torch.testing.assert_close(model.apply(theta, x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_a_dropout_used_twice_drops_other_units():
     class Twice(nn.Module):
         def __init__(self):

@@ -33,6 +33,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
+            if torch.compiler.is_compiling():  # PyTorch's own would be run sample by sample there
+                return self.by_hand(x, self.running_mean, self.running_var)
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         per_sample = x[0, 0].numel()
         if not self.weighted and x.shape[0] * per_sample > 1:
