@@ -9,6 +9,7 @@ chose stays as it was. Watch `cluster_samples` in the metrics: one cluster can s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.func import vmap
@@ -30,7 +31,7 @@ class IFCA(Method):
     def groups(self):
         return self.clusters
 
-    def init_server(self, clients):
+    def init_server(self, clients) -> Any:
         models = torch.stack([self.model.init(self.context.seed * self.clusters + k) for k in range(self.clusters)])
         return {"models": models, "samples": models.new_zeros(self.clusters, dtype=torch.float64)}
 
