@@ -33,7 +33,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="perfed-experiments-") as folder:
         notes = Path(folder) / "notes.jsonl"
         tests = [str(Path("tests", "methods", "beat", name)) for name in given.only]
-        words = ["-m", "slow", "-q", "-n", str(given.workers), "--dist", "loadfile", "--timeout", "3000", *tests]
+        words = ["-m", "slow", "-q", "-n", str(given.workers), "--dist", "worksteal", "--timeout", "3000", *tests]
         one_core = os.environ | {"PERFED_NOTES": str(notes), "OMP_NUM_THREADS": "1"}
         ended = subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=one_core, check=False).returncode
         lines = sorted(set(notes.read_text(encoding="utf-8").splitlines())) if notes.is_file() else []

@@ -72,7 +72,7 @@ def accuracy(method, seed, rounds=(6, 10), last=0, model="personal", **settings)
     window = curve(method, seed, max(end, last), model, **settings)[first - 1 : end]
     assert len(window) == end - first + 1, "a run that stops early has no such rounds"
     mean = sum(window) / len(window)
-    what = f"{'global model, ' * (model == 'global')}round{'' if end == first else f's {first} to'} {end}"
+    what = f"{'' if model == 'personal' else f'{model} model, '}round{'' if end == first else f's {first} to'} {end}"
     note(method, seed, what, mean, **settings)
     return mean
 
@@ -93,6 +93,7 @@ def note(method, seed, what, value, **settings):
     )
     if file := os.environ.get("PERFED_NOTES"):
         test = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+        settings = {key: value for key, value in settings.items() if key != "data_dir"}  # where this machine has them
         line = {"of": Path(test).stem.removeprefix("test_"), "method": name, "settings": settings, "seed": seed}
         with Path(file).open("a", encoding="utf-8") as kept:
             kept.write(json.dumps(line | {"what": what, "value": round(value, 5)}, sort_keys=True) + "\n")

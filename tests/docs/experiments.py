@@ -25,7 +25,7 @@ def sections(kept=KEPT):
         rows = [line for line in lines if line["of"] == name]
         if rows:
             tree = ast.parse((TESTS / f"test_{name}.py").read_text(encoding="utf-8"))
-            parts += [f"### {entry.title}\n", f"{ast.get_docstring(tree)}\n", f"{claims(tree)}\n", table(rows)]
+            parts += [f"### {entry.title}\n", f"{ast.get_docstring(tree)}\n", claims(tree), table(rows)]
     return "\n".join(parts)
 
 
