@@ -14,7 +14,10 @@ METHODS = list(methods().values())
 SEEDED = ("fedavg", "fedbabu", "fedper", "ifca", "pfedme", "pgfed", "scaffold")  # with and without seeds in a round
 LONG = ("fedalign", "fedalt", "fedrep")  # a network of convolutions alone, or many epochs
 PLAIN = {"momentum", "nesterov", "optimizer"}  # refused where steps have to be plain gradients
-REFUSED = {"aruba": PLAIN, "pfedme": PLAIN, "scaffold": PLAIN, "pfedmb": {"optimizer"}}
+REFUSED = {
+    "aruba": PLAIN, "pfedme": PLAIN, "scaffold": PLAIN, "pfedmb": {"optimizer"},
+    "fedgkt": {"fine_tune"},  # a client predicts with two networks
+}  # fmt: skip
 REFUSED |= {"tifl": {"timeout"}}  # it needs a clock
 each_method = pytest.mark.parametrize("entry", METHODS, ids=lambda entry: entry.name)
 each_short_method = pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class _Trial:
         self.entry = entry
         self.makes = {network: maker(entry, network) for network in networks(entry)}
         self.outcomes: dict[Any, Outcome] = {}
+        self.telling: list[Setting] = []  # circumstances, with other settings, in which something made a difference
 
     def evidence(self, name: str, field: Field) -> Evidence | None:
         """Return what shows that a setting matters; None where nothing does."""
@@ -82,6 +83,7 @@ class _Trial:
                     continue
                 tried = True
                 if self.differ(*outcomes):
+                    self.telling += [setting] * bool(setting.changed)
                     where = "".join(f", {other} = {value!r}" for other, value in setting.changed.items())
                     return Evidence(f"{name} = {value!r} in place of {before!r}{where}", True)
             if refusals and not tried:
@@ -94,6 +96,7 @@ class _Trial:
             yield Setting(network, COHORTS[:2], {})
         for network in self.makes:
             yield Setting(network, LONG, {})
+        yield from [setting for setting in self.telling if name not in setting.changed]
         make = next(iter(self.makes.values()))
         for other, field in self.entry.fields.items():
             if other != name and other not in common():

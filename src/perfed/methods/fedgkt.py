@@ -30,10 +30,10 @@ class FedGKT(Method):
     distillation: float = hyper(1.0, "weight of the server's logits in a client's loss; 0 is Local", at_least=0)
     temperature: float = hyper(3.0, "temperature of the logits", above=0)
     server_distils: bool = hyper(False, "the server learns from the clients' logits, too")
-    server_epochs: int = hyper(20, "epochs of the server in a round", at_least=1, at_most=10_000)
-    server_batch: int = hyper(256, "samples of a server's step, all of one client", at_least=1, at_most=1_000_000)
+    server_epochs: int = hyper(20, "epochs of the server in a round", at_least=1, at_most=10_000, toy=2)
+    server_batch: int = hyper(256, "samples of its step, all of one client", at_least=1, at_most=1_000_000, toy=8)
     server_lr: float = hyper(1e-3, "learning rate of Adam at the server", above=0)
-    server_width: int = hyper(256, "width of the server's two hidden layers", at_least=1, at_most=1_000_000)
+    server_width: int = hyper(256, "width of its two hidden layers", at_least=1, at_most=1_000_000, toy=8)
     as_released: bool = hyper(False, "send the logits of the steps of the server's last epoch")
 
     category = "personalised models: knowledge distillation"

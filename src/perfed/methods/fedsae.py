@@ -36,12 +36,12 @@ def followed(L, H, full, failed, grow_L, grow_H):
 @dataclass(frozen=True)
 class FedSAE(Method):
     rule: Literal["ira", "fassa"] = hyper("fassa", "how tasks grow: by U over themselves, or fast up to a threshold")
-    easy: float = hyper(1.0, "epochs L of the easy task at first", at_least=0.001, at_most=10_000)
-    hard: float = hyper(2.0, "epochs H of the hard task at first", at_least=0.001, at_most=10_000)
+    easy: float = hyper(1.0, "epochs L of the easy task at first", at_least=0.001, at_most=10_000, toy=0.2)
+    hard: float = hyper(2.0, "epochs H of the hard task at first", at_least=0.001, at_most=10_000, toy=0.4)
     U: float = hyper(10.0, "what ira divides by a task to let it grow; 0: tasks stay", at_least=0)
     memory: float = hyper(0.95, "share alpha of the last threshold in the next one of fassa", at_least=0, at_most=1)
-    gamma1: float = hyper(3.0, "epochs by which fassa lets a task below the threshold grow", at_least=0)
-    gamma2: float = hyper(1.0, "epochs by which fassa lets other tasks grow", at_least=0)
+    gamma1: float = hyper(3.0, "epochs by which fassa lets a task below the threshold grow", at_least=0, toy=0.5)
+    gamma2: float = hyper(1.0, "epochs by which fassa lets other tasks grow", at_least=0, toy=0.2)
     beta: float = hyper(0.01, "how much clients with a large loss are preferred; 0: drawn as the run says", at_least=0)
 
     evaluates = "global"
