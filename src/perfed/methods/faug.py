@@ -79,7 +79,7 @@ class FAug(Method):
         if self.context.phase != "seeds" or not (real := cohort.own["real"]).any():
             return server
         (x, y, weight), extent = pool_of(cohort.own["x"][real], real.nonzero()[:, 2])
-        carry, lr = start(self.generator, self.critic, self.context.seed), server["w"].new_tensor(self.gan_lr)
+        carry, lr = start(self.generator, self.critic, self.context.seed), server["G"].new_tensor(self.gan_lr)
         (G, _), _ = public.fold(self.duel, carry, (x, y, weight, lr), steps=self.gan_steps)
         return {**server, "G": G, "extent": extent, "known": real.flatten(0, 1).any(0)}
 
