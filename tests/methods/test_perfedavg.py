@@ -14,6 +14,7 @@ from reference import (
     check_no_alias,
     close,
     differs,
+    equal_clients,
     flat,
     norm_net,
     per_client,
@@ -26,7 +27,6 @@ from reference import (
 )
 from torch import nn
 
-from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.core.model import Batch, Model
 from perfed.core.random import TRAIN, derive, shuffle
@@ -118,13 +118,6 @@ def test_variants_and_draws_differ(clients):
     assert differs(full, flat(reference(world, draws=(0, 0, 0), **short)))
     assert differs(full, flat(reference(world, draws=(0, 1, 1), **short)))
     assert differs(full, flat(reference(world, variant="fo", **short)))
-
-
-def equal_clients(clients):
-    """Four clients of 14 samples: uniform and sample weights agree."""
-    cut = lambda s, n: Split(s.x[: 4 * n], s.y[: 4 * n], (n,) * 4)
-    splits = {"train": cut(clients.train, 14), "val": cut(clients.val, 2), "test": cut(clients.test, 3)}
-    return replace(clients, names=tuple("abcd"), **splits)
 
 
 @pytest.mark.parametrize(("build", "variant"), [(plain_net, "fo"), (norm_net, "hf")])

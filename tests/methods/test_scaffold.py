@@ -13,6 +13,7 @@ from reference import (
     check_no_alias,
     close,
     differs,
+    equal_clients,
     flat,
     norm_net,
     per_client,
@@ -24,7 +25,6 @@ from reference import (
     weights,
 )
 
-from perfed.core.clients import Split
 from perfed.core.errors import Problem
 from perfed.methods.fedavg import FedAvg
 from perfed.methods.scaffold import SCAFFOLD
@@ -88,13 +88,6 @@ def test_compact_is_the_same_with_one_number_more_than_the_model(clients):
     assert per_client(compact) == (2 * size, size + 1)
     assert compact.traffic.up_mean == 0  # read client by client: secure sums do not cover it
     assert full.traffic.up_own == 0
-
-
-def equal_clients(clients):
-    """Four clients of 14 samples: uniform and sample weights agree."""
-    cut = lambda s, n: Split(s.x[: 4 * n], s.y[: 4 * n], (n,) * 4)
-    splits = {"train": cut(clients.train, 14), "val": cut(clients.val, 2), "test": cut(clients.test, 3)}
-    return replace(clients, names=tuple("abcd"), **splits)
 
 
 def test_frozen_at_0_is_fedavg_with_uniform_weights(clients):

@@ -9,7 +9,8 @@ what gradients of 1 would have made of the very steps that the client took: thei
 (tau_i - r (1 - r^tau_i) / (1 - r)) / (1 - r) with momentum r, (1 - (1 - lr mu)^tau_i) / (lr mu) with the proximal term
 mu of FedProx. In this form both may be had at once, and Nesterov momentum. Weight decay counts as part of a gradient.
 Our choice: Adam's steps, which are no sums of gradients, are counted; running statistics are plain means. With equal
-numbers of steps this is FedAvg.
+numbers of steps this is FedAvg. A change of few steps is scaled up to tau_eff of them, as if more would lead on: where
+numbers of steps are far apart and long local training levels off, this goes too far and is behind FedAvg.
 """
 
 from dataclasses import dataclass
