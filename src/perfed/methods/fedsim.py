@@ -20,6 +20,6 @@ class FedSim(FedPer):
     personal: str = hyper("head", "the personal part v: head, body, norm or a pattern; 'none' is FedAvg")
     personal_rate: float = hyper(1.0, "learning rate of v as a multiple of u's: gamma_v / gamma_u", above=0)
 
-    def update(self, theta, state, g, only=None):
-        moved, state = Method.update(self, theta, state, g, only)
+    def update(self, theta, state, g, only=None, model=None):
+        moved, state = Method.update(self, theta, state, g, only, model)
         return self.kept.only(theta + self.personal_rate * (moved - theta), moved), state
