@@ -223,6 +223,16 @@ def assert_same(folder, expected):
         assert len((folder / method / "times.jsonl").read_text().splitlines()) == 8
 
 
+@pytest.fixture(scope="module", autouse=True)
+def drawn():
+    """Runs here are compared with those of fresh processes, which draw the picture."""
+    from perfed.report.picture import picture
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perfed.report.folder.picture", picture)
+        yield
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """A run that was never stopped, by the installed program in a fresh process."""
